@@ -1,0 +1,95 @@
+"""Timers and limits of the control protocol, each named and documented. Defaults are the protocol's own.
+
+Read by the pure cores; filled from `[timers]` and `[limits]` of the cluster file. Units are in the names.
+"""
+
+import msgspec
+
+
+class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every wait of the protocol."""
+
+    beat_s: float = 0.5
+    """Between two Beats of a client, two Statuses of a node, two announcements."""
+    suspect_s: float = 1.5
+    """Silence after which a node gets no new work."""
+    dead_after_s: float = 2.5
+    """Silence on the needed link after which a node counts as dead."""
+    client_silent_s: float = 3.0
+    """Silence of a client after which a node frees everything of it."""
+    late_tick_s: float = 0.5
+    """A process whose own tick comes this late first drains its inbox and starts all silences anew."""
+    engine_stall_s: float = 10.0
+    """Work waiting and no engine step for this long: the node counts as dead."""
+    engine_stall_exit_s: float = 30.0
+    """After this the node's control thread ends its own process."""
+    answer_wait_s: float = 1.0
+    """Without an answer to Reserve: next candidate."""
+    queued_wait_s: float = 5.0
+    """After Queued: next candidate."""
+    repeat_s: float = 0.5
+    """Between repetitions of Reserve and of Commit."""
+    commit_wait_s: float = 5.0
+    """Commit unanswered for this long: the hand-over failed."""
+    piece_idle_s: float = 5.0
+    """Committed, and no piece came for this long: the missing ones are asked for once, then the request is lost."""
+    quarantine_s: float = 6.0
+    """Transport timeout + 1 s: how long an unconfirmed staging slot of a one-sided transport rests."""
+    hold_s: float = 10.0
+    """How long computed KV is kept after a failed hand-over."""
+    pause_release_s: float = 2.0
+    """A prefill paused for longer gives its reservation back."""
+    aging_s: float = 10.0
+    """Waiting this long raises a request's priority by one class."""
+    pair_penalty_s: float = 10.0
+    """How long a failed (prefill, decode) pair is avoided."""
+    replan_jitter_s: float = 0.1
+    """Re-plans after a death start within this time."""
+    backoff_min_s: float = 0.1
+    backoff_max_s: float = 2.0
+    """Refusals and preemptions are retried between these."""
+    node_drain_s: float = 60.0
+    """How long a draining node finishes what it has."""
+    worker_drain_s: float = 600.0
+    """How long a draining router worker lets streams finish."""
+    resolve_s: float = 5.0
+    """Between two resolutions of the router hosts' name."""
+    deadline_grace_s: float = 1.0
+    """A node's own deadline is this much later than the worker's."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every bound of the protocol."""
+
+    max_attempts: int = 5
+    """Losses that a request survives."""
+    crash_limit: int = 2
+    """A request that was running at this many crashes ends: it may be their cause."""
+    max_preempt: int = 3
+    """How often decode may give one request back."""
+    ungranted_share: float = 0.25
+    """Share of the prefill blocks that computed, not yet granted prompts may hold."""
+    reserved_share: float = 0.5
+    """Share of the decode blocks that uncommitted reservations may hold."""
+    held_share: float = 0.5
+    """Share of the prefill blocks that are kept after failed hand-overs."""
+    watermark_blocks_share: float = 0.02
+    """Share of the decode blocks kept free so that running requests can grow."""
+    transfers_per_peer: int = 4
+    transfers_per_node: int = 16
+    """Hand-overs whose pieces may be under way at once."""
+    control_high_water: int = 1000
+    """ZeroMQ's high-water mark on control sockets, in messages."""
+    outbox_messages: int = 10000
+    """Messages kept for a peer that is full; beyond it the link counts as down."""
+    job_ids_max_bytes: int = 4_194_304
+    """Token ids in one Job."""
+    header_max_bytes: int = 8_388_608
+    """One JSON header."""
+    piece_max_bytes: int = 268_435_456
+    piece_target_bytes: int = 1_048_576
+    """Layers are grouped until a piece has about this size."""
+    queued_requests: int = 1024
+    """Requests a prefill node lets wait."""
+    queued_tokens: int = 1_048_576
+    """Prompt tokens a prefill node lets wait."""

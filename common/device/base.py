@@ -1,0 +1,122 @@
+"""What the engine needs of a device, as types: memory, threads, streams, and one table of ops. No device is named here.
+
+`cpu`, `cuda` and `npu` implement it in one file each; nothing else in the tree asks which one it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+Linear = Callable[[Tensor], Tensor]
+"""x [tokens, in_features] -> [tokens, out_features]; the weight is inside, packed for this device."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvTensorSpec:
+    """One cache tensor of one layer, e.g. the keys of grouped heads."""
+
+    name: str
+    shape_per_token: tuple[int, ...]
+    """(kv_heads, head_dim) for grouped heads."""
+    dtype: torch.dtype
+    shard_axis: int | None = 0
+    """Axis of shape_per_token that tensor parallel splits; None: replicated."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """A ragged batch: sequences laid end to end on the token axis. T tokens, N sequences."""
+
+    query_start_loc: tuple[int, ...]
+    """N + 1 offsets into the token axis."""
+    seq_lens: tuple[int, ...]
+    """N lengths, cached positions and this step's tokens together."""
+    block_tables: Tensor
+    """[N, max_blocks] int32, padded with 0."""
+    slot_mapping: Tensor
+    """[T] int64: block * block_size + offset for each of this step's tokens."""
+    block_size: int
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return len(self.seq_lens)
+
+
+class Ops(Protocol):
+    """The fused operations of a model step. Shapes: T tokens, H query heads, K kv heads, D head size."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack a [out, in] weight once for this device's fastest matmul."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, hidden] -> the same shape."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); may reuse the memory of `residual`."""
+        ...
+
+    def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Half-split rotary embedding. query [T, H, D], key [T, K, D], cos and sin [T, D], float32."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """[T, 2 * F] -> silu(first half) * second half, [T, F]."""
+        ...
+
+    def kv_write(self, key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata) -> None:
+        """Write key and value [T, K, D] into the layer's cache at meta.slot_mapping."""
+        ...
+
+    def attention(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float) -> Tensor:
+        """Causal paged attention over each sequence's cache. query [T, H, D] -> [T, H * D]."""
+        ...
+
+
+class Device(Protocol):
+    """One accelerator (or the CPU) as the engine sees it."""
+
+    name: str
+    """cpu, cuda or npu."""
+    torch_device: torch.device
+    ops: Ops
+
+    def activate_thread(self) -> None:
+        """Bind the calling thread to this device. Every thread that touches it calls this first."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+        ...
+
+    def allocate_layer_cache(
+        self, specs: tuple[KvTensorSpec, ...], num_blocks: int, block_size: int
+    ) -> tuple[Tensor, ...]:
+        """One layer's cache tensors in this device's physical layout, in the order of `specs`."""
+        ...
+
+    def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:
+        """[len(block_ids), block_size, *shape_per_token] from the physical layout: canonical order."""
+        ...
+
+    def write_tokens(self, cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """Put tokens [n, *shape_per_token] at `slots` [n] (block * block_size + offset) of the physical layout."""
+        ...
+
+    def supported_block_size(self, wanted: int) -> int:
+        """The nearest block size that this device's kernels take, not smaller than `wanted`."""
+        ...
+
+    def pinned_empty(self, num_bytes: int) -> Tensor:
+        """A uint8 host buffer that copies to and from the device fast."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work given to this device by this thread is done."""
+        ...

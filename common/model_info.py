@@ -1,0 +1,39 @@
+"""What a node tells about its model: enough for a router to check requests and for peers to compare. Plain data."""
+
+import msgspec
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A model's limits and defaults, as the router needs them to check a request."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    """Prompt and output together, in tokens; the node's setting."""
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...] = ()
+    default_top_k: int = 1000
+    default_do_sample: bool = False
+    tokenizer_path: str = ""
+    """A path a router on the same host may load a tokenizer from; empty where there is none."""
+
+
+class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
+    """What two nodes must have in common before KV may pass between them. Compared at Hello, field by field."""
+
+    protocol_version: int
+    model: str
+    """Digest of the architecture, its configuration and the weights' identity."""
+    kv_dtype: str
+    kv_layout: str
+    """The cache tensors in wire order, with their shapes per token; the physical layout is the device's own."""
+    block_size: int
+    num_layers: int
+
+    def difference(self, other: "Compatibility") -> str | None:
+        """The first field that differs, as `field: mine != theirs`; None when all agree."""
+        for field in self.__struct_fields__:
+            mine, theirs = getattr(self, field), getattr(other, field)
+            if mine != theirs:
+                return f"{field}: {mine} != {theirs}"
+        return None

@@ -1,0 +1,394 @@
+"""Every message of the control protocol, as typed plain data. No encoding (`wire.py`), no decisions, no IO.
+
+A message is a header (JSON on the wire) plus raw frames: the fields named in `RAW_FIELDS` never pass through JSON.
+Unknown header keys are ignored within a protocol version, so fields with a default may be added; a change of
+meaning raises `PROTOCOL_VERSION`. Times on the wire are remaining milliseconds, never points in time.
+"""
+
+from array import array
+from typing import ClassVar, Literal
+
+import msgspec
+
+from common.ids import Incarnation, RequestId, TransferKey
+from common.model_info import Compatibility, ModelInfo
+from common.sampling_params import SamplingParams
+
+PROTOCOL_VERSION = 1
+"""1: first version."""
+
+TokenIds = array
+"""`array('I')`: token ids as they are on the wire, little-endian uint32."""
+
+Role = Literal["prefill", "decode"]
+ClientKind = Literal["worker", "prefill"]
+FinishReason = Literal["stop", "length"]
+GoneReason = Literal["never_known", "lost", "given_back"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all messages. `TYPE` is the byte on the wire; it never changes its meaning."""
+
+    TYPE: ClassVar[int] = 0
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A decode node that a prefill node may hand a request to."""
+
+    incarnation: Incarnation
+    name: str
+    endpoint: str
+    """Control endpoint, as the worker reaches it."""
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What a node publishes about how busy it is. Counts are of this instant; tokens and blocks are the units."""
+
+    waiting_requests: int = 0
+    waiting_tokens: int = 0
+    """Prompt tokens not yet computed, queued or under way."""
+    running_requests: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    """Free or evictable."""
+    reserved_blocks: int = 0
+    block_size: int = 0
+    prefix_hit_tokens: int = 0
+    """Total since start."""
+    prompt_tokens: int = 0
+    """Total since start."""
+    preemptions: int = 0
+    """Total since start."""
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Node -> everyone, through the proxies: this process life exists. Says nothing about its health."""
+
+    TYPE: ClassVar[int] = 1
+    name: str
+    role: Role
+    model: str
+    endpoint: str
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """Client -> node, first on every connection. `compatibility` is None for a worker: it moves no KV."""
+
+    TYPE: ClassVar[int] = 2
+    kind: ClientKind
+    name: str
+    protocol_version: int = PROTOCOL_VERSION
+    compatibility: Compatibility | None = None
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """Node -> client: who this is and what it serves. Nothing else passes before it."""
+
+    TYPE: ClassVar[int] = 3
+    name: str
+    roles: tuple[Role, ...]
+    model: ModelInfo
+    compatibility: Compatibility
+    kv_endpoints: tuple[str, ...] = ()
+    """One per tensor-parallel rank; empty where no KV is received."""
+    transports: tuple[str, ...] = ()
+
+
+class HelloRefused(Message, frozen=True, kw_only=True):
+    """Node -> client: no link, and which field is to blame."""
+
+    TYPE: ClassVar[int] = 4
+    reason: str
+
+
+class OtherLife(Message, frozen=True, kw_only=True):
+    """Node -> client: your `to` names another process life; the sender of this is who lives here now."""
+
+    TYPE: ClassVar[int] = 5
+
+
+class BeatEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One line of the list of what a client wants on a node."""
+
+    request_id: RequestId
+    attempt: int
+    next_index: int
+    """First output index that the worker lacks (0 for a prefill client)."""
+    expected: bool
+    """`you should have it`: answered with its state."""
+    resend: bool = False
+    """Tokens from next_index on shall be sent again: a gap was seen."""
+    generation: int = 0
+    """Prefill clients only: which Reserve of the attempt."""
+
+
+class Beat(Message, frozen=True, kw_only=True):
+    """Client -> node, every `beat_s`: all that the client wants there. What is absent and old enough is freed."""
+
+    TYPE: ClassVar[int] = 6
+    beat_no: int
+    as_of: int
+    """Highest plan_no (workers) or transfer_no (prefill nodes) given out when the list was made."""
+    entries: tuple[BeatEntry, ...] = ()
+    last: bool = False
+    """The client exits in order; nothing comes after this."""
+
+
+class Status(Message, frozen=True, kw_only=True):
+    """Node -> client, every `beat_s`: alive, how far, how busy."""
+
+    TYPE: ClassVar[int] = 7
+    status_no: int
+    draining: bool = False
+    steps_done: int = 0
+    step_age_ms: int = 0
+    """Age of the step in progress; 0 when none is."""
+    work_waiting: bool = False
+    load: Load = Load()
+    link_seq: int = 0
+    """Number of the last Tokens message sent to this client: a lost last one is seen."""
+
+
+class Job(Message, frozen=True, kw_only=True):
+    """Worker -> prefill node: compute this prompt and hand it over to one of the candidates."""
+
+    TYPE: ClassVar[int] = 8
+    request_id: RequestId
+    attempt: int
+    plan_no: int
+    model: str
+    prompt_token_ids: "array[int]"
+    output_token_ids: "array[int]"
+    """Ids that earlier attempts produced and the worker holds; they count towards max_new_tokens."""
+    sampling: SamplingParams
+    priority: int
+    """1 (first) to 5."""
+    remaining_ms: int
+    waited_ms: int
+    """Since the router accepted the request: keeps its place over retries and re-plans."""
+    candidates: tuple[Candidate, ...]
+    """Best first, at most three. Empty: finish it where it is."""
+    trace: str = ""
+    """W3C traceparent, empty for none."""
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Worker -> node: drop all attempts up to this one."""
+
+    TYPE: ClassVar[int] = 9
+    request_id: RequestId
+    attempt: int
+    reason: str = ""
+
+
+class Gone(Message, frozen=True, kw_only=True):
+    """Node -> worker: nothing is held for this attempt."""
+
+    TYPE: ClassVar[int] = 10
+    request_id: RequestId
+    attempt: int
+    reason: GoneReason
+    detail: str = ""
+
+
+class FirstToken(Message, frozen=True, kw_only=True):
+    """Prefill -> worker: an early copy of the token that the decode node's stream will start with."""
+
+    TYPE: ClassVar[int] = 11
+    request_id: RequestId
+    attempt: int
+    index: int
+    token_id: int
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared."""
+
+
+class HandedOver(Message, frozen=True, kw_only=True):
+    """Prefill -> worker: the decode node owns the request now."""
+
+    TYPE: ClassVar[int] = 12
+    request_id: RequestId
+    attempt: int
+    decode: Incarnation
+
+
+class HandoverFailed(Message, frozen=True, kw_only=True):
+    """Prefill -> worker: this attempt goes no further here."""
+
+    TYPE: ClassVar[int] = 13
+    request_id: RequestId
+    attempt: int
+    reason: str
+    """no_room, draining, deadline, generation, lost, overloaded, ..."""
+    held: bool = False
+    """The computed KV is kept a while for a next attempt at this node."""
+    commit_sent: bool = False
+    retryable: bool = True
+    detail: str = ""
+
+
+class Reserve(Message, frozen=True, kw_only=True):
+    """Prefill -> decode: keep room for this request. Carries all that decoding needs besides the KV."""
+
+    TYPE: ClassVar[int] = 14
+    key: TransferKey
+    transfer_no: int
+    plan_no: int
+    worker: Incarnation
+    prompt_token_ids: "array[int]"
+    output_token_ids: "array[int]"
+    sampling: SamplingParams
+    priority: int
+    remaining_ms: int
+    waited_ms: int
+    trace: str = ""
+
+
+class Granted(Message, frozen=True, kw_only=True):
+    """Decode -> prefill: blocks are reserved; KV is lacked from `first_token` on."""
+
+    TYPE: ClassVar[int] = 15
+    key: TransferKey
+    first_token: int
+    """Position; a multiple of the block size. Everything below is pinned from the decode node's prefix cache."""
+
+
+class Queued(Message, frozen=True, kw_only=True):
+    """Decode -> prefill: no room now, but it is noted; an answer follows."""
+
+    TYPE: ClassVar[int] = 16
+    key: TransferKey
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """Decode -> prefill: not here."""
+
+    TYPE: ClassVar[int] = 17
+    key: TransferKey
+    reason: str
+    """full, draining, no_worker_link, gone, ..."""
+
+
+class Piece(Message, frozen=True, kw_only=True):
+    """Prefill -> decode on the KV link: cache of some layers and positions, in canonical order."""
+
+    TYPE: ClassVar[int] = 18
+    key: TransferKey
+    number: int
+    layer_start: int
+    layer_end: int
+    """Exclusive."""
+    token_start: int
+    token_end: int
+    """Exclusive."""
+    num_bytes: int
+    checksum: int | None = None
+    """CRC-32 of the bytes."""
+    data: bytes | memoryview = b""
+    """Raw frame: [layer, cache tensor, token, per-token shape] contiguous."""
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """Decode -> prefill on the KV link: this staging slot may be written again (one-sided transports)."""
+
+    TYPE: ClassVar[int] = 19
+    key: TransferKey
+    slot: int
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    """Prefill -> decode: the request is yours once all pieces are there. Repeated until answered."""
+
+    TYPE: ClassVar[int] = 20
+    key: TransferKey
+    num_pieces: int
+    first_token_pos: int
+    """First position carried (what Granted asked for)."""
+    num_tokens: int
+    """Positions 0 .. num_tokens - 1 have KV; the token below has none yet."""
+    token_id: int
+    """The token at position num_tokens to go on from."""
+    token_index: int
+    """Its output index."""
+    cached_tokens: int = 0
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """Decode -> prefill: owned (not necessarily running yet)."""
+
+    TYPE: ClassVar[int] = 21
+    key: TransferKey
+    missing: tuple[int, ...] = ()
+    """Numbers of pieces to send again."""
+
+
+class CommitRefused(Message, frozen=True, kw_only=True):
+    """Decode -> prefill: not owned and never will be under this key."""
+
+    TYPE: ClassVar[int] = 22
+    key: TransferKey
+    reason: str
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """Prefill -> decode: give the reservation back. Never touches a committed request."""
+
+    TYPE: ClassVar[int] = 23
+    key: TransferKey
+    stopped: bool = True
+    """No write for this key is under way or will come."""
+
+
+class Revoke(Message, frozen=True, kw_only=True):
+    """Decode -> prefill: the grant is taken back; answered by Abort."""
+
+    TYPE: ClassVar[int] = 24
+    key: TransferKey
+    reason: str
+
+
+class TokensEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """New tokens of one request."""
+
+    request_id: RequestId
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    error: str | None = None
+    """Set when generation failed; ends the request with 424."""
+    cached_tokens: int = 0
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """Node -> worker: one message a step, with the new tokens of all the worker's requests there."""
+
+    TYPE: ClassVar[int] = 25
+    link_seq: int
+    entries: tuple[TokensEntry, ...]
+
+
+RAW_FIELDS: dict[type[Message], tuple[str, ...]] = {
+    Job: ("prompt_token_ids", "output_token_ids"),
+    Reserve: ("prompt_token_ids", "output_token_ids"),
+    Piece: ("data",),
+}
+"""Fields that travel as raw frames after the header, in this order."""
+
+MESSAGE_TYPES: dict[int, type[Message]] = {
+    cls.TYPE: cls
+    for cls in (
+        Announce, Hello, Welcome, HelloRefused, OtherLife, Beat, Status, Job, Cancel, Gone, FirstToken, HandedOver,
+        HandoverFailed, Reserve, Granted, Queued, Refused, Piece, Credit, Commit, Committed, CommitRefused, Abort,
+        Revoke, Tokens,
+    )
+}  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """A message with the two process lives it concerns. `receiver` is empty where it is not known yet (Hello)."""
+
+    sender: Incarnation
+    receiver: Incarnation
+    message: Message

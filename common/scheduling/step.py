@@ -1,0 +1,62 @@
+"""The hand-over between the scheduler (pure) and the model runner: one step's work and its result. Plain data.
+
+The scheduler says what changed (`new`, `finished`), not the whole state; the runner keeps per-sequence sampler state.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+from common.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence the runner has not met: what its sampler needs to know."""
+
+    seq_id: int
+    """Node-local handle, never used twice in a process life."""
+    token_ids: "array[int]"
+    """All ids known so far, prompt and output (typecode 'I'): the repetition penalty looks at them."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part of a step: a prefill chunk or a single decode token, treated alike."""
+
+    seq_id: int
+    token_ids: "array[int]"
+    """The ids to compute in this step (typecode 'I'), at positions start_position, start_position + 1, ..."""
+    start_position: int
+    """Equals num_computed_tokens; positions below it are in the cache already."""
+    block_table: tuple[int, ...]
+    """Blocks that cover positions 0 .. start_position + len(token_ids) - 1, in order."""
+    sample: bool
+    """Whether the last position's logits are wanted and a token is drawn for the position after it."""
+    seed_position: int = -1
+    """Absolute position of the token to be drawn (start_position + len(token_ids)); -1 when sample is False."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the runner does in one call of the model."""
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    new: tuple[NewSequence, ...] = ()
+    finished: tuple[int, ...] = ()
+    """Sequences whose sampler state may be dropped, before anything else is done."""
+    report_layers: bool = False
+    """Whether the runner shall report progress while layers complete (something is being ferried)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step."""
+
+    step_id: int
+    sampled: dict[int, int] = field(default_factory=dict)
+    """seq_id -> token id, for every scheduled sequence with `sample`."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """seq_id -> why no token could be drawn (not-a-number logits): 424 for that request alone."""
+    duration_s: float = 0.0

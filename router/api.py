@@ -1,0 +1,127 @@
+"""What the HTTP layer may ask of the router's service, as types. Plain data and protocols; no IO, no falcon, no zmq.
+
+`router.http` is written against this file; `router.service` implements it; tests may put another implementation
+behind the same HTTP layer.
+"""
+
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from common.ids import RequestId
+from common.model_info import ModelInfo
+from common.sampling_params import SamplingParams
+
+Outcome = Literal["stop", "length", "timeout", "cancelled", "error"]
+"""How a request ended; decided once, by the router worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A checked request: everything resolved, nothing left to default."""
+
+    request_id: RequestId
+    model: str
+    prompt_token_ids: "array[int]"
+    """typecode 'I'."""
+    sampling: SamplingParams
+    priority: int = 5
+    timeout_s: float = 600.0
+    client_id: str = ""
+    """The client's own id, for logs and stopInfer; never a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of an ended request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokensEvent:
+    """New output tokens; `index` is that of the first. Indices come once each, in order, without gaps."""
+
+    index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """The one end of a request. `error` is None for stop and length; else the exception that says why."""
+
+    outcome: Outcome
+    usage: Usage
+    prefill_node: str = ""
+    decode_node: str = ""
+    """Names of the nodes that served it last, never addresses."""
+    error: Exception | None = None
+
+
+StreamEvent = TokensEvent | EndEvent
+
+
+class TokenStream(Protocol):
+    """The events of one request: any number of TokensEvent, then one EndEvent."""
+
+    request_id: RequestId
+
+    def __aiter__(self) -> AsyncIterator[StreamEvent]: ...
+
+    def cancel(self, reason: str) -> None:
+        """The client is gone or wants no more: stop it on every node. Safe to call at any time, any number of times."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """One node as this worker sees it."""
+
+    name: str
+    roles: tuple[str, ...]
+    model: str
+    state: Literal["alive", "suspect", "dead", "connecting", "draining", "refused"]
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCounts:
+    """Gauges for /metrics, of this instant, of this worker."""
+
+    running: int = 0
+    waiting: int = 0
+    cache_usage: dict[str, float] = field(default_factory=dict)
+    """Model name -> used share of the decode nodes' blocks, 0 to 1."""
+    prefix_hit_rate: dict[str, float] = field(default_factory=dict)
+    preemptions: dict[str, int] = field(default_factory=dict)
+
+
+class TokenService(Protocol):
+    """What stands behind the HTTP layer."""
+
+    def model(self, name: str) -> ModelInfo | None:
+        """A model that was ever known (configured or told by a node); None: 404."""
+        ...
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """All models ever known."""
+        ...
+
+    def not_ready_reason(self, model: str | None = None) -> str | None:
+        """None when a request for the model (any model) would be served now; else why not, fit for a user."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Take a request on. Raises OverloadedError (429) or UnavailableError (503) before any work starts."""
+        ...
+
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """All nodes that this worker knows of."""
+        ...
+
+    def counts(self) -> ServiceCounts:
+        """Gauges of this instant."""
+        ...
