@@ -1,13 +1,18 @@
 """Identities: request ids, process incarnations, transfer keys. Draws randomness; does no other IO."""
 
 import os
-from typing import NamedTuple, NewType
+from typing import Annotated, NamedTuple, NewType
+
+import msgspec
 
 RequestId = NewType("RequestId", str)
 """32 hex digits, made by the router worker. A client's own `id` is echoed, never used as a key."""
 
-Incarnation = NewType("Incarnation", str)
-"""32 hex digits, drawn once per process life, after the fork. As 16 bytes it is also the ZeroMQ routing id."""
+Incarnation = NewType("Incarnation", Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")])
+"""32 hex digits, drawn once per process life, after the fork. As 16 bytes it is also the ZeroMQ routing id.
+
+The pattern is checked where a message is decoded: what comes from a peer always has a routing id.
+"""
 
 
 def new_request_id() -> RequestId:
