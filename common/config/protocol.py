@@ -46,8 +46,9 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replan_jitter_s: float = 0.1
     """Re-plans after a death start within this time."""
     backoff_min_s: float = 0.1
+    """The first wait before a refused or preempted request is tried again; it doubles."""
     backoff_max_s: float = 2.0
-    """Refusals and preemptions are retried between these."""
+    """The longest of these waits."""
     node_drain_s: float = 60.0
     """How long a draining node finishes what it has."""
     worker_drain_s: float = 600.0
@@ -56,6 +57,14 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Between two resolutions of the router hosts' name."""
     deadline_grace_s: float = 1.0
     """A node's own deadline is this much later than the worker's."""
+    link_heartbeat_s: float = 1.0
+    """ZeroMQ's own heartbeat on every connection."""
+    link_timeout_s: float = 3.0
+    """A connection without ZeroMQ's heartbeat for this long is closed."""
+    reconnect_min_s: float = 0.1
+    """The first wait before a lost connection is tried again; it doubles."""
+    reconnect_max_s: float = 2.0
+    """The longest of these waits."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,8 +85,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     watermark_blocks_share: float = 0.02
     """Share of the decode blocks kept free so that running requests can grow."""
     transfers_per_peer: int = 4
+    """Hand-overs to one decode node whose pieces may be under way at once."""
     transfers_per_node: int = 16
-    """Hand-overs whose pieces may be under way at once."""
+    """Hand-overs of one prefill node whose pieces may be under way at once."""
     control_high_water: int = 1000
     """ZeroMQ's high-water mark on control sockets, in messages."""
     outbox_messages: int = 10000
@@ -87,6 +97,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     header_max_bytes: int = 8_388_608
     """One JSON header."""
     piece_max_bytes: int = 268_435_456
+    """One piece of KV."""
     piece_target_bytes: int = 1_048_576
     """Layers are grouped until a piece has about this size."""
     queued_requests: int = 1024

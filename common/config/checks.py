@@ -1,0 +1,130 @@
+"""Checks that look at several keys at once, or at more than a type says. Pure.
+
+`check_config` refuses what cannot work; `config_notes` tells what works but may not be meant.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from common.config.endpoints import Endpoint, parse_endpoint
+from common.config.protocol import Limits, Timers
+from common.config.schema import ClusterConfig, RoleConfig
+from common.errors import ConfigError
+
+_MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s"}
+_IN_ORDER = (
+    ("beat_s", "suspect_s"),
+    ("suspect_s", "dead_after_s"),
+    ("beat_s", "client_silent_s"),
+    ("engine_stall_s", "engine_stall_exit_s"),
+    ("link_heartbeat_s", "link_timeout_s"),
+)
+_NOT_ABOVE = (("backoff_min_s", "backoff_max_s"), ("reconnect_min_s", "reconnect_max_s"), ("repeat_s", "commit_wait_s"))
+
+
+def check_config(config: ClusterConfig) -> None:
+    """ConfigError for the first thing that cannot work."""
+    if "/" in config.model.name:
+        raise ConfigError(f"model.name: {config.model.name!r} has a slash, so no URL could name it")
+    if config.model.name != config.model.name.strip():
+        raise ConfigError("model.name: begins or ends with white space")
+    _check_timers(config.timers)
+    _check_limits(config.limits)
+    if config.serve.restart_min_s > config.serve.restart_max_s:
+        raise ConfigError("serve.restart_min_s: must not be above serve.restart_max_s")
+    for role in ("prefill", "decode"):
+        _check_role(role, config.prefill if role == "prefill" else config.decode, config)
+    _check_discovery(config)
+
+
+def config_notes(config: ClusterConfig) -> tuple[str, ...]:
+    """What is allowed but may surprise, one line each; for the log."""
+    return tuple(_notes(config))
+
+
+def model_name(config: ClusterConfig) -> str:
+    """The name that URLs have: model.name, else the file's or directory's own; empty where neither is given."""
+    if config.model.name or not config.model.path:
+        return config.model.name
+    path = Path(config.model.path)
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
+
+
+def _check_timers(timers: Timers) -> None:
+    for name, value in msgspec.structs.asdict(timers).items():
+        if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+            raise ConfigError(f"timers.{name}: expected a number of seconds above 0, got {value:g}")
+    for low, high in _IN_ORDER:
+        if getattr(timers, low) >= getattr(timers, high):
+            raise ConfigError(f"timers.{low}: must be below timers.{high}")
+    for low, high in _NOT_ABOVE:
+        if getattr(timers, low) > getattr(timers, high):
+            raise ConfigError(f"timers.{low}: must not be above timers.{high}")
+
+
+def _check_limits(limits: Limits) -> None:
+    for name, value in msgspec.structs.asdict(limits).items():
+        if name.endswith("_share"):
+            if not 0 <= value <= 1:
+                raise ConfigError(f"limits.{name}: expected a share from 0 to 1, got {value:g}")
+        elif value < 1:
+            raise ConfigError(f"limits.{name}: expected at least 1, got {value}")
+    if limits.piece_target_bytes > limits.piece_max_bytes:
+        raise ConfigError("limits.piece_target_bytes: must not be above limits.piece_max_bytes")
+    if limits.transfers_per_peer > limits.transfers_per_node:
+        raise ConfigError("limits.transfers_per_peer: must not be above limits.transfers_per_node")
+
+
+def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
+    for key in ("bind", "kv_bind"):
+        _check_bind(f"{role}.{key}", getattr(section, key), allow_remote=config.node.allow_remote, hint="node")
+    for bind_key, key in (("bind", "advertise"), ("kv_bind", "kv_advertise")):
+        advertised = getattr(section, key)
+        if advertised:
+            if _endpoint(f"{role}.{key}", advertised).is_wildcard:
+                raise ConfigError(f"{role}.{key}: {advertised} is no address that others can connect to")
+        elif _endpoint(f"{role}.{bind_key}", getattr(section, bind_key)).is_wildcard:
+            raise ConfigError(f"{role}.{key}: needed, for {role}.{bind_key} is a wildcard address")
+
+
+def _check_discovery(config: ClusterConfig) -> None:
+    discovery = config.discovery
+    for endpoint in discovery.announce_to:
+        _endpoint("discovery.announce_to", endpoint)
+    for endpoint in config.router.nodes:
+        _endpoint("router.nodes", endpoint)
+    if discovery.proxy_nodes:
+        for key in ("proxy_nodes", "proxy_workers"):
+            name = f"discovery.{key}"
+            _check_bind(name, getattr(discovery, key), allow_remote=discovery.allow_remote, hint="discovery")
+        if discovery.proxy_nodes == discovery.proxy_workers:
+            raise ConfigError("discovery.proxy_workers: must differ from discovery.proxy_nodes")
+
+
+def _check_bind(name: str, text: str, *, allow_remote: bool, hint: str) -> None:
+    if not _endpoint(name, text).is_local and not allow_remote:
+        raise ConfigError(
+            f"{name}: {text} can be reached from other hosts and no keys are configured; "
+            f"bind loopback, or set {hint}.allow_remote = true on a network of your own"
+        )
+
+
+def _endpoint(name: str, text: str) -> Endpoint:
+    try:
+        return parse_endpoint(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _notes(config: ClusterConfig) -> Iterator[str]:
+    node, router = config.node, config.router
+    if router.max_input_length >= node.max_model_len:
+        yield (
+            f"router.max_input_length = {router.max_input_length}: prompts end at {node.max_model_len - 1} tokens "
+            f"all the same, for node.max_model_len = {node.max_model_len}"
+        )
+    if not config.discovery.announce_to and not router.nodes:
+        yield "discovery.announce_to and router.nodes are both empty: no router will find a node"

@@ -1,0 +1,139 @@
+"""From a TOML file and `--set` values to a checked `ClusterConfig`. Reads one file; every fault is a ConfigError.
+
+Order: defaults, then the file, then the overrides in their order; the last one wins.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from common.config.checks import check_config
+from common.config.docs import section_keys
+from common.config.schema import ClusterConfig, section_types
+from common.config.toml import TomlValue, toml_value
+from common.errors import ConfigError
+
+Tables = dict[str, dict[str, TomlValue]]
+"""section -> key -> value, as TOML gives it."""
+
+_SHOWN_CHARS = 60
+
+
+class Override(NamedTuple):
+    """One `section.key=value` from the command line."""
+
+    section: str
+    key: str
+    value: TomlValue
+
+
+def load_config(path: Path | None = None, overrides: Iterable[Override] = ()) -> ClusterConfig:
+    """Read, type-check and cross-check a configuration. ConfigError says which key and what would be right."""
+    tables: Tables = {}
+    if path is not None:
+        tables = _read_file(path)
+        try:
+            _convert(tables)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+    for section, key, value in overrides:
+        tables.setdefault(section, {})[key] = value
+    config = _convert(tables)
+    check_config(config)
+    return config
+
+
+def parse_override(text: str) -> Override:
+    """Take `section.key=value` apart. The value is TOML; what is no TOML is taken as a string without its quotes."""
+    name, equals, raw = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"--set {text!r}: expected section.key=value")
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except tomllib.TOMLDecodeError:
+        return Override(section, key, raw.strip())
+    if len(parsed) > 1:
+        raise ConfigError(f"--set {text!r}: expected one value")
+    return Override(section, key, parsed["value"])
+
+
+def _read_file(path: Path) -> Tables:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    for name, section in content.items():
+        if name in section_types() and not isinstance(section, dict):
+            raise ConfigError(f"{path}: {name}: expected a section, [{name}]")
+    model = content.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
+        model["path"] = str(path.absolute().parent / Path(model["path"]).expanduser())
+    return content
+
+
+def _convert(tables: Mapping[str, Mapping[str, TomlValue]]) -> ClusterConfig:
+    _refuse_unknown(tables)
+    try:
+        return msgspec.convert(tables, ClusterConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_readable(str(error), tables)) from None
+
+
+def _refuse_unknown(tables: Mapping[str, Mapping[str, TomlValue]]) -> None:
+    sections = section_types()
+    for name, content in tables.items():
+        if name not in sections:
+            raise ConfigError(f"[{name}]: unknown section{_nearest(name, sections, '[{}]')}")
+        known = [field.name for field in msgspec.structs.fields(sections[name])]
+        for key in content:
+            if key not in known:
+                raise ConfigError(f"{name}.{key}: unknown key{_hint(name, key, known)}")
+
+
+def _hint(section: str, key: str, known: list[str]) -> str:
+    """The nearest key of the section, else a key of that name in another section."""
+    nearest = _nearest(key, known, section + ".{}")
+    if nearest:
+        return nearest
+    everywhere = {
+        field.name: f"{name}.{field.name}"
+        for name, struct in section_types().items()
+        for field in msgspec.structs.fields(struct)
+    }
+    match = difflib.get_close_matches(key, everywhere, n=1)
+    if match:
+        return f"; did you mean {everywhere[match[0]]}?"
+    return f"; [{section}] knows " + ", ".join(known)
+
+
+def _nearest(name: str, known: Iterable[str], form: str) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {form.format(match[0])}?" if match else ""
+
+
+def _readable(message: str, tables: Mapping[str, Mapping[str, TomlValue]]) -> str:
+    """msgspec's message with the key first, as the user wrote it, and what it takes in words."""
+    text, _, where = message.partition(" - at `$.")
+    place = where.rstrip("`")
+    section, _, key = re.sub(r"\[.*", "", place).partition(".")
+    struct = section_types().get(section)
+    doc = next((doc for doc in section_keys(section, struct) if doc.name == key), None) if struct else None
+    if doc is None:
+        return f"{place}: {text}"
+    return f"{place}: expected {doc.type}, got {_shown(tables[section][key])}"
+
+
+def _shown(value: TomlValue) -> str:
+    try:
+        text = toml_value(value)
+    except TypeError:  # a table or a date: nothing that a key takes
+        text = str(value)
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."

@@ -1,0 +1,87 @@
+"""From a cluster's configuration to one node's own settings: role over [node], worked-out values filled in. Pure."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from common.config.host import HostFacts
+from common.config.schema import ClusterConfig, Device, Role
+
+_KV_CACHE_MOST_BYTES = 1 << 30
+_KV_CACHE_LEAST_BYTES = 64 << 20
+_KV_CACHE_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """What one node runs with. The keys are those of [node], [prefill] and [decode]."""
+
+    role: Role
+    name: str
+    """Empty: the node makes one of its role, host and process id."""
+    bind: str
+    kv_bind: str
+    advertise: str
+    kv_advertise: str
+    allow_remote: bool
+    device: Device
+    max_model_len: int
+    block_size: int
+    kv_cache_bytes: int | None
+    """None only where the device is no CPU: what is left after the weights."""
+    threads: int
+    max_step_tokens: int
+    max_running: int
+    prefix_cache: bool
+    checksum: bool
+
+
+def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSettings:
+    """One role's settings on a host."""
+    node, own = config.node, config.role(role)
+    nodes = nodes_on_host(config)
+    device = own.device or config.model.device
+    kv_cache_bytes = own.kv_cache_bytes or node.kv_cache_bytes
+    if kv_cache_bytes is None and device == "cpu":
+        kv_cache_bytes = default_kv_cache_bytes(host.free_memory_bytes, nodes)
+    max_step_tokens = own.max_step_tokens or node.max_step_tokens
+    return NodeSettings(
+        role=role,
+        name=own.name,
+        bind=own.bind,
+        kv_bind=own.kv_bind,
+        advertise=own.advertise,
+        kv_advertise=own.kv_advertise,
+        allow_remote=node.allow_remote,
+        device=device,
+        max_model_len=node.max_model_len,
+        block_size=node.block_size,
+        kv_cache_bytes=kv_cache_bytes,
+        threads=own.threads or node.threads or max(1, host.cores // nodes),
+        max_step_tokens=max_step_tokens,
+        max_running=min(own.max_running or node.max_running, max_step_tokens),
+        prefix_cache=node.prefix_cache,
+        checksum=node.checksum,
+    )
+
+
+def nodes_on_host(config: ClusterConfig) -> int:
+    """How many nodes share a host."""
+    return config.node.nodes_on_host or config.serve.prefill + config.serve.decode
+
+
+def default_kv_cache_bytes(free_memory_bytes: int, nodes: int) -> int:
+    """A node's share of a tenth of the free memory, between 64 MiB and 1 GiB."""
+    share = int(free_memory_bytes * _KV_CACHE_SHARE) // nodes
+    return max(_KV_CACHE_LEAST_BYTES, min(_KV_CACHE_MOST_BYTES, share))
+
+
+def fix_node_defaults(config: ClusterConfig, host: HostFacts) -> ClusterConfig:
+    """Write the worked-out values into [prefill] and [decode], so that nodes started one by one all get the same."""
+    fixed = {}
+    for role in ("prefill", "decode"):
+        settings = resolve_node(config, role, host)
+        fixed[role] = msgspec.structs.replace(
+            config.role(role), threads=settings.threads, kv_cache_bytes=settings.kv_cache_bytes
+        )
+    return msgspec.structs.replace(config, **fixed)

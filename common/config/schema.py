@@ -1,0 +1,172 @@
+"""The types of a cluster's configuration: one frozen struct per section, a docstring per key. Plain data; no IO.
+
+Keys whose default is None are worked out where they are used (`common.config.resolve`). The texts below each key are
+what `--print-config` and `ops/docs/configuration.md` show. Checks over several keys are in `common.config.checks`.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from common.config.protocol import Limits, Timers
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0)]
+Device = Literal["cpu", "cuda", "npu"]
+Role = Literal["prefill", "decode"]
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model the cluster serves."""
+
+    path: str = ""
+    """A HuggingFace directory or a GGUF file. Relative paths are relative to the configuration file; empty means the
+    small real model, which is fetched when it is needed."""
+    name: str = ""
+    """The name in URLs; no slash. Empty means the file's or directory's own name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of weights, computing and KV. auto is the checkpoint's own, bfloat16 for GGUF."""
+    device: Device = "cpu"
+    """Where nodes compute; a role may have its own."""
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side: gunicorn, its workers, and the limits that requests are checked against."""
+
+    host: str = "127.0.0.1"
+    """Address that HTTP is served on."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 1025
+    """Port that HTTP is served on; 0 picks a free one."""
+    workers: Positive = 2
+    """gunicorn workers; each is a router of its own."""
+    max_input_length: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
+    """Longest prompt in tokens; node.max_model_len - 1 and the model's own limit hold as well."""
+    max_iter_times: Positive = 512
+    """Most output tokens of a request, whatever its max_new_tokens."""
+    max_body_bytes: Positive = 40_000_000
+    """Largest request body; beyond it 413."""
+    backlog: Positive = 2048
+    """Connections that may wait for a worker in the kernel."""
+    nodes: tuple[str, ...] = ()
+    """Control endpoints of nodes that are known beforehand, beside those that announce themselves."""
+
+
+class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How routers learn which nodes exist: a small proxy on each router host hands announcements to its workers."""
+
+    announce_to: tuple[str, ...] = ("tcp://127.0.0.1:1035",)
+    """Where nodes announce themselves: the proxy of each router host. Names are resolved again every
+    timers.resolve_s, and a name with several addresses means all of them. Empty: static endpoints only."""
+    proxy_nodes: str = "tcp://127.0.0.1:1035"
+    """What this host's proxy binds for the nodes. Empty: this host runs no proxy."""
+    proxy_workers: str = "tcp://127.0.0.1:1036"
+    """What this host's proxy binds for the router workers, and what these connect to."""
+    allow_remote: bool = False
+    """Let the proxy bind beyond loopback although no keys are configured."""
+
+
+class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What holds for every node; [prefill] and [decode] may say otherwise for one role."""
+
+    max_model_len: Annotated[int, Meta(ge=2)] = 2560
+    """Most tokens of one request, prompt and output together; cut to what the model was made for."""
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
+    """Tokens in one block of KV cache. The same on all nodes."""
+    kv_cache_bytes: Positive | None = None
+    """KV cache of a node, in bytes. Worked out on a CPU: a tenth of the free memory shared by the host's nodes, at
+    most 1 GiB; on other devices: what is left after the weights."""
+    threads: Positive | None = None
+    """Threads that a node computes with. Worked out: the cores divided by nodes_on_host, at least 1."""
+    nodes_on_host: Positive | None = None
+    """How many nodes share a host. Worked out: serve.prefill + serve.decode. Set it to 1 where a node has its host
+    to itself."""
+    max_step_tokens: Positive = 512
+    """Tokens computed in one step, prefill chunks and decode tokens together: how finely a long prompt is cut."""
+    max_running: Positive = 128
+    """Requests that a node computes at the same time; never more than max_step_tokens."""
+    prefix_cache: bool = True
+    """Keep finished blocks, and take them again for prompts that begin alike."""
+    checksum: bool = True
+    """Put a checksum on every piece of ferried KV."""
+    allow_remote: bool = False
+    """Let a node bind beyond loopback although no keys are configured."""
+
+
+class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one role's nodes; a key that is left out has [node]'s or [model]'s value."""
+
+    name: str = ""
+    """The node's name in answers and logs. Empty means role, host name and process id."""
+    bind: str = "tcp://127.0.0.1:*"
+    """Control endpoint to bind; a * takes a free port."""
+    kv_bind: str = "tcp://127.0.0.1:*"
+    """KV endpoint to bind; control and KV never share a connection."""
+    advertise: str = ""
+    """How others reach the control endpoint. Empty means as bound; needed when bind is a wildcard address. A port of
+    * stands for the bound one."""
+    kv_advertise: str = ""
+    """How others reach the KV endpoint; as advertise."""
+    device: Device | None = None
+    """In place of model.device."""
+    kv_cache_bytes: Positive | None = None
+    """In place of node.kv_cache_bytes."""
+    threads: Positive | None = None
+    """In place of node.threads."""
+    max_step_tokens: Positive | None = None
+    """In place of node.max_step_tokens."""
+    max_running: Positive | None = None
+    """In place of node.max_running."""
+
+
+class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the processes write to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least level that is written."""
+    format: Literal["human", "json"] = "human"
+    """Lines to read, or one JSON object a line."""
+    access_log: bool = True
+    """One line per HTTP request."""
+
+
+class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`kvferry serve`: a whole cluster on this machine."""
+
+    prefill: Positive = 1
+    """Prefill nodes to start."""
+    decode: Positive = 1
+    """Decode nodes to start."""
+    stop_bound_s: Seconds = 30.0
+    """How long an orderly stop lets requests finish, per stage: router, then prefill, then decode. Caps
+    timers.worker_drain_s and timers.node_drain_s."""
+    restart_min_s: Seconds = 0.5
+    """Wait before the first restart of a child that died; it doubles with every quick death."""
+    restart_max_s: Seconds = 10.0
+    """The longest wait before a restart."""
+    healthy_after_s: Seconds = 10.0
+    """A child that lived this long starts again with the shortest wait."""
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A cluster, as one file describes it."""
+
+    model: ModelConfig = ModelConfig()
+    router: RouterConfig = RouterConfig()
+    discovery: DiscoveryConfig = DiscoveryConfig()
+    node: NodeConfig = NodeConfig()
+    prefill: RoleConfig = RoleConfig()
+    decode: RoleConfig = RoleConfig()
+    log: LogConfig = LogConfig()
+    serve: ServeConfig = ServeConfig()
+    timers: Timers = Timers()
+    limits: Limits = Limits()
+
+    def role(self, role: Role) -> RoleConfig:
+        """The section of one role."""
+        return self.prefill if role == "prefill" else self.decode
+
+
+def section_types() -> dict[str, type[msgspec.Struct]]:
+    """Section name -> its struct, in the order in which they are shown."""
+    return {field.name: type(field.default) for field in msgspec.structs.fields(ClusterConfig)}
