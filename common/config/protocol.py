@@ -17,6 +17,8 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Silence on the needed link after which a node counts as dead."""
     client_silent_s: float = 3.0
     """Silence of a client after which a node frees everything of it."""
+    worker_link_s: float = 2.0
+    """A decode node refuses a reservation for a worker that it has not heard for this long."""
     late_tick_s: float = 0.5
     """A process whose own tick comes this late first drains its inbox and starts all silences anew."""
     engine_stall_s: float = 10.0
@@ -100,6 +102,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """One piece of KV."""
     piece_target_bytes: int = 1_048_576
     """Layers are grouped until a piece has about this size."""
+    queued_reservations: int = 256
+    """Reservations a decode node lets wait for room."""
     queued_requests: int = 1024
     """Requests a prefill node lets wait."""
     queued_tokens: int = 1_048_576

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import msgspec
-
 from common.config.host import HostFacts
 from common.config.schema import ClusterConfig, Device, Role
 
@@ -27,8 +25,10 @@ class NodeSettings:
     device: Device
     max_model_len: int
     block_size: int
+    device_index: int
     kv_cache_bytes: int | None
-    """None only where the device is no CPU: what is left after the weights."""
+    """As configured; None: kv_cache_bytes_on_cpu on a CPU, elsewhere what is left after the weights."""
+    kv_cache_bytes_on_cpu: int
     threads: int
     max_step_tokens: int
     max_running: int
@@ -40,10 +40,6 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
     """One role's settings on a host."""
     node, own = config.node, config.role(role)
     nodes = nodes_on_host(config)
-    device = own.device or config.model.device
-    kv_cache_bytes = own.kv_cache_bytes or node.kv_cache_bytes
-    if kv_cache_bytes is None and device == "cpu":
-        kv_cache_bytes = default_kv_cache_bytes(host.free_memory_bytes, nodes)
     max_step_tokens = own.max_step_tokens or node.max_step_tokens
     return NodeSettings(
         role=role,
@@ -53,10 +49,12 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         advertise=own.advertise,
         kv_advertise=own.kv_advertise,
         allow_remote=node.allow_remote,
-        device=device,
+        device=own.device or config.model.device,
+        device_index=own.device_index,
         max_model_len=node.max_model_len,
         block_size=node.block_size,
-        kv_cache_bytes=kv_cache_bytes,
+        kv_cache_bytes=own.kv_cache_bytes or node.kv_cache_bytes,
+        kv_cache_bytes_on_cpu=default_kv_cache_bytes(host.free_memory_bytes, nodes),
         threads=own.threads or node.threads or max(1, host.cores // nodes),
         max_step_tokens=max_step_tokens,
         max_running=min(own.max_running or node.max_running, max_step_tokens),
@@ -74,14 +72,3 @@ def default_kv_cache_bytes(free_memory_bytes: int, nodes: int) -> int:
     """A node's share of a tenth of the free memory, between 64 MiB and 1 GiB."""
     share = int(free_memory_bytes * _KV_CACHE_SHARE) // nodes
     return max(_KV_CACHE_LEAST_BYTES, min(_KV_CACHE_MOST_BYTES, share))
-
-
-def fix_node_defaults(config: ClusterConfig, host: HostFacts) -> ClusterConfig:
-    """Write the worked-out values into [prefill] and [decode], so that nodes started one by one all get the same."""
-    fixed = {}
-    for role in ("prefill", "decode"):
-        settings = resolve_node(config, role, host)
-        fixed[role] = msgspec.structs.replace(
-            config.role(role), threads=settings.threads, kv_cache_bytes=settings.kv_cache_bytes
-        )
-    return msgspec.structs.replace(config, **fixed)

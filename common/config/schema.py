@@ -13,7 +13,7 @@ from common.config.protocol import Limits, Timers
 
 Positive = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(gt=0)]
-Device = Literal["cpu", "cuda", "npu"]
+Device = Literal["auto", "cpu", "cuda", "npu"]
 Role = Literal["prefill", "decode"]
 
 
@@ -27,8 +27,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The name in URLs; no slash. Empty means the file's or directory's own name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, computing and KV. auto is the checkpoint's own, bfloat16 for GGUF."""
-    device: Device = "cpu"
-    """Where nodes compute; a role may have its own."""
+    device: Device = "auto"
+    """Where nodes compute; a role may have its own. auto is the first there is of npu, cuda, cpu."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +109,8 @@ class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How others reach the KV endpoint; as advertise."""
     device: Device | None = None
     """In place of model.device."""
+    device_index: Annotated[int, Meta(ge=0)] = 0
+    """Which of several accelerators."""
     kv_cache_bytes: Positive | None = None
     """In place of node.kv_cache_bytes."""
     threads: Positive | None = None

@@ -1,0 +1,119 @@
+"""Log lines: for people or as JSON objects, each with time, level, process and, where there is one, the request id.
+
+Sets up the standard logging module and nothing else; every process calls `setup_logging` once, itself. Prompts and
+generated tokens are never logged above debug.
+"""
+
+import logging
+import sys
+from collections.abc import MutableMapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import orjson
+
+from common.config.schema import LogConfig
+
+ACCESS_LOGGER = "kvferry.access"
+"""One record per HTTP request; silent when log.access_log is false."""
+
+_PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "request_id", "taskName"}
+_SHORT_ID_CHARS = 8
+
+
+class RequestLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines carry one request's id."""
+
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
+        """Add the id to what the caller gave as `extra`."""
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
+        return msg, kwargs
+
+
+def request_logger(logger: logging.Logger, request_id: str) -> RequestLogger:
+    """`logger` for one request."""
+    return RequestLogger(logger, {"request_id": request_id})
+
+
+class HumanFormatter(logging.Formatter):
+    """`2026-01-31T12:00:00.123Z INFO prefill-0 common.node: text [request 0123abcd] key=value`."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, then the traceback if there is one."""
+        line = f"{_timestamp(record)} {record.levelname:<7} {self._process} {record.name}: {record.getMessage()}"
+        request_id = getattr(record, "request_id", "")
+        if request_id:
+            line += f" [request {str(request_id)[:_SHORT_ID_CHARS]}]"
+        for key, value in _extra(record).items():
+            line += f" {key}={value}"
+        return line + "".join(f"\n{text}" for text in _traceback(self, record))
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, process, logger, message, request_id, the record's extra keys, exception."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object, without line breaks."""
+        fields: dict[str, object] = {
+            "time": _timestamp(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        request_id = getattr(record, "request_id", "")
+        if request_id:
+            fields["request_id"] = request_id
+        fields.update(_extra(record))
+        trace = _traceback(self, record)
+        if trace:
+            fields["exception"] = "\n".join(trace)
+        return orjson.dumps(fields, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+
+
+def make_handler(config: LogConfig, process: str, stream: TextIO | None = None) -> logging.Handler:
+    """A handler that writes to `stream` (stderr) in the configured form."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if config.format == "json" else HumanFormatter(process))
+    return handler
+
+
+def setup_logging(config: LogConfig, process: str, stream: TextIO | None = None) -> None:
+    """Make this process log as configured, under the name `process` (e.g. `prefill-0`). May be called again."""
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    root.addHandler(make_handler(config, process, stream))
+    root.setLevel(config.level.upper())
+    logging.getLogger(ACCESS_LOGGER).disabled = not config.access_log
+    # These tell of every request and connection at info.
+    for chatty in ("httpx", "httpcore"):
+        logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+
+
+def _timestamp(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in record.__dict__.items() if key not in _PLAIN}
+
+
+def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
+    parts = []
+    if record.exc_info:
+        parts.append(formatter.formatException(record.exc_info))
+    elif record.exc_text:
+        parts.append(record.exc_text)
+    if record.stack_info:
+        parts.append(formatter.formatStack(record.stack_info))
+    return parts
