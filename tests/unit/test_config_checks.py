@@ -6,7 +6,7 @@ from common.config.checks import config_notes, model_name
 from common.config.endpoints import parse_endpoint
 from common.config.host import HostFacts, probe_host, quota_cores
 from common.config.load import load_config, parse_override
-from common.config.resolve import default_kv_cache_bytes, fix_node_defaults, resolve_node
+from common.config.resolve import default_kv_cache_bytes, resolve_node
 from common.config.schema import ClusterConfig
 from common.errors import ConfigError
 
@@ -136,7 +136,8 @@ def test_who_may_reach_a_bind(text: str, local: bool, wildcard: bool):
 def test_threads_and_kv_are_shared_by_the_nodes_of_a_host():
     settings = resolve_node(load_set("serve.prefill=2", "serve.decode=2"), "prefill", HOST)
     assert settings.threads == 2
-    assert settings.kv_cache_bytes == 1 << 30
+    assert settings.kv_cache_bytes is None
+    assert settings.kv_cache_bytes_on_cpu == 1 << 30
     alone = resolve_node(load_set("node.nodes_on_host=1"), "decode", HOST)
     assert alone.threads == 8
     crowded = resolve_node(load_set("node.nodes_on_host=99"), "decode", HOST)
@@ -145,25 +146,25 @@ def test_threads_and_kv_are_shared_by_the_nodes_of_a_host():
 
 def test_a_role_has_its_own_values_before_those_of_all_nodes():
     config = load_set(
-        "node.threads=4", "decode.threads=3", "decode.device=cuda", "node.max_step_tokens=64", "prefill.max_running=9"
+        "node.threads=4",
+        "decode.threads=3",
+        "decode.device=cuda",
+        "node.kv_cache_bytes=1000",
+        "decode.kv_cache_bytes=2000",
+        "node.max_step_tokens=64",
+        "prefill.max_running=9",
     )
     prefill, decode = resolve_node(config, "prefill", HOST), resolve_node(config, "decode", HOST)
     assert (prefill.threads, decode.threads) == (4, 3)
-    assert (prefill.device, decode.device) == ("cpu", "cuda")
+    assert (prefill.device, decode.device) == ("auto", "cuda")
     assert (prefill.max_running, decode.max_running) == (9, 64)
-    assert decode.kv_cache_bytes is None
+    assert (prefill.kv_cache_bytes, decode.kv_cache_bytes) == (1000, 2000)
 
 
 def test_kv_cache_default_has_both_ends():
     assert default_kv_cache_bytes(1 << 20, 2) == 64 << 20
     assert default_kv_cache_bytes(8 << 30, 2) == int((8 << 30) * 0.1) // 2
     assert default_kv_cache_bytes(1 << 50, 2) == 1 << 30
-
-
-def test_fixed_defaults_do_not_depend_on_the_host_any_more():
-    fixed = fix_node_defaults(load_config(), HOST)
-    other = HostFacts(cores=1, free_memory_bytes=1 << 28)
-    assert resolve_node(fixed, "decode", other) == resolve_node(load_config(), "decode", HOST)
 
 
 @pytest.mark.parametrize(
