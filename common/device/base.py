@@ -11,6 +11,19 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceProbe:
+    """What this machine offers of one device, found out without raising."""
+
+    name: str
+    """cpu, cuda or npu."""
+    available: bool
+    detail: str
+    """What was found, or what is missing and how to get it; one line, fit for a user."""
+    count: int = 0
+    """Devices that this process can see."""
+
+
 Linear = Callable[[Tensor], Tensor]
 """x [tokens, in_features] -> [tokens, out_features]; the weight is inside, packed for this device."""
 
@@ -85,7 +98,11 @@ class Device(Protocol):
     name: str
     """cpu, cuda or npu."""
     torch_device: torch.device
-    ops: Ops
+
+    @property
+    def ops(self) -> Ops:
+        """The operations of a model step, by this device's fastest means."""
+        ...
 
     def activate_thread(self) -> None:
         """Bind the calling thread to this device. Every thread that touches it calls this first."""

@@ -1,0 +1,145 @@
+"""What cuda and npu have in common: memory, threads, streams, the paged layout. Names neither of them.
+
+torch.cuda and torch_npu.npu offer the same calls under the same names; `AcceleratorApi` lists those used here.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from common.device.base import KvTensorSpec, Ops
+from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
+from common.errors import ConfigError
+
+
+class DeviceEvent(Protocol):
+    """A mark in a stream; any thread may wait for it."""
+
+    def query(self) -> bool:
+        """Whether all work before the mark is done."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+        ...
+
+
+class DeviceStream(Protocol):
+    """A queue of work on the device."""
+
+    def wait_stream(self, stream: Self) -> None:
+        """What comes next here starts after what `stream` has got so far."""
+        ...
+
+    def record_event(self) -> DeviceEvent:
+        """A mark after all work given so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until all work given so far is done."""
+        ...
+
+
+Stream = TypeVar("Stream", bound=DeviceStream)
+
+
+class AcceleratorApi(Protocol[Stream]):
+    """The calls of torch.cuda and torch_npu.npu that this project makes outside of ops."""
+
+    def set_device(self, device: torch.device) -> None:
+        """Bind the calling thread."""
+        ...
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        """(free, total) bytes."""
+        ...
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The calling thread's stream."""
+        ...
+
+    def stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Work given inside goes to `stream`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheRules:
+    """What a device's kernels and transports ask of the cache."""
+
+    alignment: int
+    """Each tensor starts at a multiple of so many bytes."""
+    block_size_multiple: int
+    block_size_max: int
+
+
+class Accelerator(Generic[Stream]):
+    """Implements `common.device.base.Device` over an `AcceleratorApi`. The constructor touches no device."""
+
+    def __init__(
+        self, device: torch.device, ops: Ops, api: AcceleratorApi[Stream], rules: CacheRules, copy_stream: Stream
+    ) -> None:
+        self.name = device.type
+        self.torch_device = device
+        self.ops = ops
+        self._api = api
+        self._rules = rules
+        self._copy_stream = copy_stream
+
+    def activate_thread(self) -> None:
+        """Bind the calling thread; the runtimes keep the current device per thread, and a new thread has device 0."""
+        self._api.set_device(self.torch_device)
+
+    def memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of this device."""
+        return self._api.mem_get_info(self.torch_device)
+
+    def allocate_layer_cache(
+        self, specs: tuple[KvTensorSpec, ...], num_blocks: int, block_size: int
+    ) -> tuple[Tensor, ...]:
+        """One layer's tensors [num_blocks, block_size, *shape_per_token], zeroed, in one allocation."""
+        return allocate_paged(specs, num_blocks, block_size, self.torch_device, self._rules.alignment)
+
+    def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:
+        """[len(block_ids), block_size, *shape_per_token] on this device, in the order of the calling thread's work."""
+        return read_paged_blocks(cache, block_ids)
+
+    def read_blocks_to_host(self, cache: Tensor, block_ids: Tensor, out: Tensor) -> DeviceEvent:
+        """Copy blocks to `out` (pinned uint8, exact size) beside the compute; `out` is right once the event is done.
+
+        Starts after all work that the calling thread has given so far. Blocks are gathered on the device first: one
+        large copy reaches the bus's bandwidth, many of a block each do not.
+        """
+        stream = self._copy_stream
+        stream.wait_stream(self._api.current_stream(self.torch_device))
+        with self._api.stream(stream):
+            # Allocated, used and freed under this stream only, so the allocator cannot give it away too early.
+            blocks = read_paged_blocks(cache, block_ids)
+            out.copy_(blocks.view(-1).view(torch.uint8), non_blocking=True)
+            return stream.record_event()
+
+    def write_tokens(self, cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """Put tokens [n, *shape_per_token] at `slots` [n]; host tensors are copied over first."""
+        write_paged_tokens(cache, slots, tokens)
+
+    def supported_block_size(self, wanted: int) -> int:
+        """`wanted`, rounded up to what the attention kernels take. Raises ConfigError where there is none."""
+        multiple, largest = self._rules.block_size_multiple, self._rules.block_size_max
+        size = -(-wanted // multiple) * multiple
+        if size > largest:
+            raise ConfigError(
+                f"node.block_size {wanted} is too large for {self.name}: its kernels take multiples of {multiple} "
+                f"up to {largest}"
+            )
+        return size
+
+    def pinned_empty(self, num_bytes: int) -> Tensor:
+        """A page-locked uint8 buffer on the host."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def synchronize(self) -> None:
+        """Wait for the calling thread's stream."""
+        self._api.current_stream(self.torch_device).synchronize()

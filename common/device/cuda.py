@@ -1,0 +1,37 @@
+"""An NVIDIA GPU: PyTorch's own ops on the paged layout. torch.cuda is touched when asked, never at import.
+
+Not run by the tests of this project, which have no GPU; what it is made of (`Accelerator`, `TorchOps`) is.
+"""
+
+import torch
+
+from common.device.accelerator import Accelerator, CacheRules
+from common.device.base import Device, DeviceProbe
+from common.device.torch_ops import TorchOps
+from common.errors import DeviceUnavailableError
+
+_RULES = CacheRules(alignment=512, block_size_multiple=16, block_size_max=1024)
+"""The ops are plain tensor code, so these are choices: the allocator's granularity, and blocks worth a gather."""
+
+
+def probe_cuda() -> DeviceProbe:
+    """Whether a GPU can be used here. Never raises."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return DeviceProbe("cuda", False, f"torch {torch.__version__} is built without CUDA")
+    try:
+        count = torch.cuda.device_count()
+        detail = torch.cuda.get_device_name(0) if count else "no GPU visible (driver, CUDA_VISIBLE_DEVICES)"
+    except (RuntimeError, AssertionError, OSError) as error:
+        return DeviceProbe("cuda", False, f"CUDA cannot be used: {error}")
+    return DeviceProbe("cuda", count > 0, detail, count)
+
+
+def open_cuda(index: int = 0) -> Device:
+    """Bind the calling thread to GPU `index`. Raises DeviceUnavailableError saying what is missing."""
+    probe = probe_cuda()
+    if index >= probe.count:
+        raise DeviceUnavailableError(f"device cuda:{index} is not available: {probe.detail}")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return Accelerator(device, TorchOps(), torch.cuda, _RULES, stream)

@@ -1,0 +1,73 @@
+"""An Ascend NPU: detection that never raises, and opening one. The only importer of torch_npu, and only when asked.
+
+Layout: [num_blocks, block_size, kv_heads, head_dim], keys and values apart, blocks of 128 tokens, one allocation a
+layer, 2 MiB aligned (what the device-to-device transports register). The device is bound per thread.
+"""
+
+import ctypes
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+from common.device.accelerator import Accelerator, CacheRules
+from common.device.base import Device, DeviceProbe
+from common.device.npu_ops import NpuOps, causal_mask, npu_features
+from common.errors import DeviceUnavailableError
+
+_RULES = CacheRules(alignment=2 << 20, block_size_multiple=128, block_size_max=512)
+_RUNTIME_LIBRARY = "libascendcl.so"
+
+
+def probe_npu() -> DeviceProbe:
+    """Whether an NPU can be used here, else the first thing that is missing. Never raises, starts no process."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return _missing("torch-npu is not installed: pip install 'kvferry[npu]'")
+    try:
+        ctypes.CDLL(_RUNTIME_LIBRARY)
+    except OSError as error:
+        return _missing(f"CANN cannot be loaded ({error}): source its set_env.sh before the start")
+    try:
+        torch_npu = _import_torch_npu()
+        count = int(torch_npu.npu.device_count())
+        detail = str(torch_npu.npu.get_device_name(0)) if count else _none_visible()
+    except Exception as error:  # noqa: BLE001  a broken installation raises whatever it likes; a probe must not
+        return _missing(f"torch_npu cannot be used: {_first_line(error)}")
+    return DeviceProbe("npu", count > 0, detail, count)
+
+
+def open_npu(index: int = 0) -> Device:
+    """Bind the calling thread to NPU `index` and make the ops. Raises DeviceUnavailableError saying what is missing.
+
+    Must run in the process that will serve: a runtime once started does not survive a fork.
+    """
+    probe = probe_npu()
+    if index >= probe.count:
+        raise DeviceUnavailableError(f"device npu:{index} is not available: {probe.detail}")
+    torch_npu = _import_torch_npu()
+    device = torch.device("npu", index)
+    torch_npu.npu.set_device(device)
+    features = npu_features(str(torch_npu.npu.get_device_name(index)), dir(torch_npu))
+    ops = NpuOps(torch_npu, features, causal_mask(device))
+    return Accelerator(device, ops, torch_npu.npu, _RULES, torch_npu.npu.Stream(device))
+
+
+def _import_torch_npu() -> ModuleType:
+    import torch_npu  # not at the top: without CANN this import fails
+
+    return torch_npu  # type: ignore[no-any-return]
+
+
+def _none_visible() -> str:
+    chosen = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    hint = f"ASCEND_RT_VISIBLE_DEVICES={chosen}" if chosen is not None else "is /dev/davinci* there?"
+    return f"no NPU visible ({hint})"
+
+
+def _missing(detail: str) -> DeviceProbe:
+    return DeviceProbe("npu", False, detail)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,48 @@
+"""The paged cache layout [num_blocks, block_size, *shape_per_token] shared by cuda and npu. Knows no device.
+
+It is Ascend's own layout (keys and values apart, whole blocks contiguous) and, block by block, the canonical order of
+the wire, so reading blocks is one gather and no transposition.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from common.device.base import KvTensorSpec
+
+
+def allocate_paged(
+    specs: Sequence[KvTensorSpec], num_blocks: int, block_size: int, device: torch.device, alignment: int = 1
+) -> tuple[Tensor, ...]:
+    """Zeroed cache tensors of one layer, all cut from one allocation, each starting at a multiple of `alignment` bytes.
+
+    One allocation for a layer keeps the number of regions that a transport has to register small.
+    """
+    sizes = [num_blocks * block_size * math.prod(spec.shape_per_token) * spec.dtype.itemsize for spec in specs]
+    strides = [_round_up(size, alignment) for size in sizes]
+    arena = torch.zeros(sum(strides) + alignment, dtype=torch.uint8, device=device)
+    offset = -arena.data_ptr() % alignment
+    tensors = []
+    for spec, size, stride in zip(specs, sizes, strides, strict=True):
+        region = arena[offset : offset + size].view(spec.dtype)
+        tensors.append(region.view(num_blocks, block_size, *spec.shape_per_token))
+        offset += stride
+    return tuple(tensors)
+
+
+def read_paged_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
+    """[len(block_ids), block_size, *shape_per_token], contiguous, on the cache's device."""
+    # 32-bit indices: an NPU gathers by 64-bit ones on a slow path, and no block number needs more.
+    return cache.index_select(0, block_ids.to(cache.device, torch.int32))
+
+
+def write_paged_tokens(cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
+    """Put tokens [n, *shape_per_token] at `slots` [n]; both may still lie on the host. Slots must not repeat."""
+    flat = cache.view(-1, *cache.shape[2:])
+    flat[slots.to(cache.device, torch.int64)] = tokens.to(cache.device, cache.dtype)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
