@@ -4,17 +4,16 @@ Plain state with a transition table; it decides nothing about other sequences an
 """
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 from common.errors import InvariantError
 from common.sampling_params import SamplingParams
+from common.scheduling.events import FinishReason
 
 Mode = Literal["prefill", "decode"]
 """prefill: compute all known ids, draw one token, stop and hold the blocks. decode: go on to the end."""
-
-LOWEST_PRIORITY = 5
 
 
 class Status(Enum):
@@ -79,6 +78,64 @@ class SequenceSpec:
         return len(self.token_ids) > self.num_prompt_tokens
 
     @property
+    def tokens_to_start(self) -> int:
+        """KV positions that must have blocks before anything starts: all known ids, and the next token's if it
+        is ever computed."""
+        return min(len(self.token_ids) + 1, self.max_kv_tokens)
+
+    @property
     def max_kv_tokens(self) -> int:
         """KV positions needed to the very end: the last output token needs none."""
         return self.num_prompt_tokens + self.sampling.max_new_tokens - 1
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A sequence under way. 0 <= num_computed_tokens <= num_scheduled_tokens <= len(token_ids)."""
+
+    seq_id: int
+    spec: SequenceSpec
+    status: Status
+    token_ids: "array[int]"
+    """Prompt and output, typecode 'I'; its own copy, grows with every token drawn."""
+    num_computed_tokens: int = 0
+    """Positions below it have KV."""
+    num_scheduled_tokens: int = 0
+    """Positions below it have KV or get it from a step in flight."""
+    steps_in_flight: int = 0
+    pins: int = 0
+    """How many others touch the blocks."""
+    announced: bool = False
+    """Whether the model runner was told about it."""
+    keep_cached: bool = True
+    """False: its content is not to be trusted."""
+    history: list[Status] = field(default_factory=list)
+
+    @property
+    def num_outputs(self) -> int:
+        """Output ids of all attempts."""
+        return len(self.token_ids) - self.spec.num_prompt_tokens
+
+    @property
+    def num_unscheduled_tokens(self) -> int:
+        """Known ids that no step has computed or computes."""
+        return len(self.token_ids) - self.num_scheduled_tokens
+
+    def move(self, to: Status) -> None:
+        """Change the status; InvariantError with the story when the table has no such row."""
+        if to not in TRANSITIONS[self.status]:
+            story = " -> ".join(status.value for status in (*self.history, self.status))
+            raise InvariantError(f"sequence {self.seq_id} may not go to {to.value}; it went {story}")
+        self.history.append(self.status)
+        self.status = to
+
+    def set_computed(self, num_tokens: int) -> None:
+        """Positions below num_tokens have KV, and no step is in flight."""
+        self.num_computed_tokens = self.num_scheduled_tokens = num_tokens
+
+    def finish_reason(self, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        """Whether the last id, an output token, ends it."""
+        sampling, last = self.spec.sampling, self.token_ids[-1]
+        if not sampling.ignore_eos and (last in eos_token_ids or last in sampling.stop_token_ids):
+            return "stop"
+        return "length" if self.num_outputs >= sampling.max_new_tokens else None

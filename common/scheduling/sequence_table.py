@@ -1,0 +1,129 @@
+"""The sequences of a node, by id and by status, and when their blocks may go. Decides nothing about what runs.
+
+Blocks of an ended sequence are freed, and the sequence is forgotten, when no step in flight names it and nobody has it
+pinned: the engine may still write them, a transport may still read them.
+"""
+
+from array import array
+from collections.abc import Mapping
+
+from common.errors import InvariantError
+from common.kv.block_pool import BlockPool
+from common.scheduling.sequence import Sequence, SequenceSpec, Status
+
+
+class SequenceTable:
+    """Every sequence is in exactly one status; all but waiting ones hold blocks of the pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._sequences: dict[int, Sequence] = {}
+        self._by_status: dict[Status, dict[int, Sequence]] = {status: {} for status in Status}
+        self._last_id = 0
+        self._to_announce_finished: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def create(self, spec: SequenceSpec, status: Status) -> Sequence:
+        """A new sequence with an id never used before. Its blocks are the caller's business."""
+        self._last_id += 1
+        seq = Sequence(self._last_id, spec, status, array("I", spec.token_ids))
+        self._sequences[seq.seq_id] = self._by_status[status][seq.seq_id] = seq
+        return seq
+
+    @property
+    def next_id(self) -> int:
+        """What `create` will give: blocks can be acquired under it before the sequence exists."""
+        return self._last_id + 1
+
+    def find(self, seq_id: int) -> Sequence | None:
+        """None: not known (any more)."""
+        return self._sequences.get(seq_id)
+
+    def get(self, seq_id: int, *statuses: Status) -> Sequence:
+        """The sequence; InvariantError when it is unknown or in none of the statuses (any if none is given)."""
+        seq = self._sequences.get(seq_id)
+        if seq is None:
+            raise InvariantError(f"sequence {seq_id} is not known (any more)")
+        if statuses and seq.status not in statuses:
+            wanted = ", ".join(status.value for status in statuses)
+            raise InvariantError(f"sequence {seq_id} is {seq.status.value}, not {wanted}")
+        return seq
+
+    def members(self, status: Status) -> dict[int, Sequence]:
+        """All in a status, in the order in which they came to it. Not to be changed by the caller."""
+        return self._by_status[status]
+
+    def count(self, *statuses: Status) -> int:
+        """How many are in one of the statuses."""
+        return sum(len(self._by_status[status]) for status in statuses)
+
+    def move(self, seq: Sequence, to: Status) -> None:
+        """Change its status, by the table of transitions."""
+        old = seq.status
+        seq.move(to)
+        del self._by_status[old][seq.seq_id]
+        self._by_status[to][seq.seq_id] = seq
+
+    def end(self, seq: Sequence) -> None:
+        """It is over: forgotten now, or when the last one lets go of its blocks."""
+        self.move(seq, Status.ENDED)
+        self.settle(seq)
+
+    def settle(self, seq: Sequence) -> None:
+        """Free and forget an ended sequence if nobody touches its blocks any more."""
+        if seq.status is not Status.ENDED or seq.steps_in_flight or seq.pins:
+            return
+        if self._pool.holds(seq.seq_id):
+            self._pool.release(seq.seq_id, keep_cached=seq.keep_cached)
+        del self._sequences[seq.seq_id]
+        del self._by_status[Status.ENDED][seq.seq_id]
+        if seq.announced:
+            self._to_announce_finished.append(seq.seq_id)
+
+    def pin(self, seq_id: int) -> None:
+        """Somebody besides the engine touches its blocks."""
+        seq = self.get(seq_id)
+        if seq.status in (Status.WAITING, Status.ENDED):
+            raise InvariantError(f"sequence {seq_id} is {seq.status.value}: no blocks to pin")
+        seq.pins += 1
+
+    def unpin(self, seq_id: int) -> None:
+        """Take one `pin` back."""
+        seq = self.get(seq_id)
+        if seq.pins < 1:
+            raise InvariantError(f"sequence {seq_id} is not pinned")
+        seq.pins -= 1
+        self.settle(seq)
+
+    def take_finished(self) -> tuple[int, ...]:
+        """Forgotten sequences that the model runner knows; each is told once."""
+        finished, self._to_announce_finished = tuple(self._to_announce_finished), []
+        return finished
+
+    def check_invariants(self, in_flight: Mapping[int, int]) -> None:
+        """Statuses, ids, blocks and numbers of tokens agree. in_flight: seq_id -> steps that name it."""
+        listed = {seq_id: status for status, members in self._by_status.items() for seq_id in members}
+        if listed != {seq_id: seq.status for seq_id, seq in self._sequences.items()}:
+            raise InvariantError("sequences: lists by status and statuses disagree")
+        if {seq.seq_id: seq.steps_in_flight for seq in self._sequences.values() if seq.steps_in_flight} != in_flight:
+            raise InvariantError("sequences: counts of steps in flight are wrong")
+        with_blocks = {seq.seq_id for seq in self._sequences.values() if seq.status is not Status.WAITING}
+        if with_blocks != self._pool.holders:
+            raise InvariantError("sequences: those with blocks are not the pool's holders")
+        for seq_id in with_blocks:
+            self._check_blocks(self._sequences[seq_id])
+
+    def _check_blocks(self, seq: Sequence) -> None:
+        if not 0 <= seq.num_computed_tokens <= seq.num_scheduled_tokens <= len(seq.token_ids):
+            raise InvariantError(f"sequence {seq.seq_id}: computed, scheduled, known are out of order")
+        if seq.num_scheduled_tokens > seq.num_computed_tokens and not seq.steps_in_flight:
+            raise InvariantError(f"sequence {seq.seq_id}: tokens are scheduled in no step")
+        if seq.status is Status.ENDED and not (seq.steps_in_flight or seq.pins):
+            raise InvariantError(f"sequence {seq.seq_id} has ended, nobody touches it, and it is still here")
+        capacity = len(self._pool.table(seq.seq_id)) * self._pool.block_size
+        if capacity < seq.num_scheduled_tokens:
+            raise InvariantError(f"sequence {seq.seq_id}: blocks for {capacity} tokens are too few")
+        if self._pool.num_published_tokens(seq.seq_id) > seq.num_computed_tokens:
+            raise InvariantError(f"sequence {seq.seq_id}: more is published than computed")

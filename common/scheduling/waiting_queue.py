@@ -1,0 +1,109 @@
+"""The queue of sequences without blocks: priority class with ageing, then age. Pure; knows keys, not sequences.
+
+The effective class is priority - floor(waited / aging_s). It has no lower end, so whoever waits overtakes in the end
+whatever comes later: a class 5 entry stands before any class 1 entry accepted 4 * aging_s after it.
+"""
+
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from common.errors import InvariantError
+
+PRIORITIES = range(1, 6)
+COMPACT_AT = 64
+
+
+class _Entry(NamedTuple):
+    accepted_at: float
+    order: int
+    """Number of the push: first come first served among equals, and tells a key's earlier life apart."""
+    key: int
+
+
+def effective_class(priority: int, accepted_at: float, now: float, aging_s: float) -> int:
+    """Smaller is better. A time of acceptance in the future counts as now."""
+    return priority - int(max(0.0, now - accepted_at) // aging_s)
+
+
+class WaitingQueue:
+    """Entries by (effective class, time of acceptance, order of arrival). push and pop are O(log n), peek O(1).
+
+    Within one priority the oldest is always the best, at any time; so one heap per priority, and the heads compared
+    at the time of asking, are enough. Removed entries stay in their heap until they surface or are swept out.
+    """
+
+    def __init__(self, aging_s: float) -> None:
+        self._aging_s = aging_s
+        self._heaps: dict[int, list[_Entry]] = {priority: [] for priority in PRIORITIES}
+        self._live: dict[int, tuple[_Entry, int, int]] = {}
+        self._num_pushed = 0
+        self._total_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._live
+
+    @property
+    def total_tokens(self) -> int:
+        """Sum over all entries."""
+        return self._total_tokens
+
+    def push(self, key: int, priority: int, accepted_at: float, num_tokens: int) -> None:
+        """Add an entry. accepted_at and `now` elsewhere are seconds of the same clock."""
+        if key in self._live or priority not in self._heaps:
+            raise InvariantError(f"waiting queue: key {key} with priority {priority}: known already, or no priority")
+        self._num_pushed += 1
+        entry = _Entry(accepted_at, self._num_pushed, key)
+        heappush(self._heaps[priority], entry)
+        self._live[key] = (entry, priority, num_tokens)
+        self._total_tokens += num_tokens
+
+    def peek(self, now: float) -> int | None:
+        """The key whose turn it is; None when empty."""
+        best: tuple[int, float, int, int] | None = None
+        for priority, heap in self._heaps.items():
+            while heap and not self._is_live(heap[0]):
+                heappop(heap)
+            if heap:
+                entry = heap[0]
+                rank = (effective_class(priority, entry.accepted_at, now, self._aging_s), *entry)
+                best = rank if best is None or rank < best else best
+        return None if best is None else best[-1]
+
+    def pop(self, now: float) -> int | None:
+        """Take the key whose turn it is out; None when empty."""
+        key = self.peek(now)
+        if key is not None:
+            self.remove(key)
+        return key
+
+    def remove(self, key: int) -> None:
+        """Take an entry out, wherever it stands."""
+        if key not in self._live:
+            raise InvariantError(f"waiting queue: key {key} is not in it")
+        _, priority, num_tokens = self._live.pop(key)
+        self._total_tokens -= num_tokens
+        self._sweep(priority)
+
+    def _is_live(self, entry: _Entry) -> bool:
+        found = self._live.get(entry.key)
+        return found is not None and found[0] is entry
+
+    def _sweep(self, priority: int) -> None:
+        """Keep a heap within twice the number of live entries (of all priorities), for amortised O(1)."""
+        heap = self._heaps[priority]
+        if len(heap) > COMPACT_AT + 2 * len(self._live):
+            heap[:] = [entry for entry in heap if self._is_live(entry)]
+            heapify(heap)
+
+    def check_invariants(self) -> None:
+        """Every live entry is in its heap once, and the total is the sum."""
+        in_heaps = {
+            entry.key: priority for priority, heap in self._heaps.items() for entry in heap if self._is_live(entry)
+        }
+        if in_heaps != {key: priority for key, (_, priority, _) in self._live.items()}:
+            raise InvariantError("waiting queue: heaps and entries disagree")
+        if self._total_tokens != sum(num_tokens for _, _, num_tokens in self._live.values()):
+            raise InvariantError("waiting queue: the total of tokens is wrong")
