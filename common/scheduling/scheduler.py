@@ -10,12 +10,11 @@ The life of a sequence here:
  7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`.
 
 Blocks of an ended sequence are freed when no step in flight names it and nobody has it pinned: the engine may still
-write them, a transport may still read them. Who starts and who is given back is decided in `admission.py` and
-`preemption.py`.
+write them, a transport may still read them. The parts: `sequence_table` (who is where), `admission` (who may have
+blocks), `planner` and `batch` (what runs), `preemption` (who gives back), `results` (what came out).
 """
 
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,24 +23,14 @@ from common.kv.block_pool import BlockPool
 from common.protocol.messages import Load
 from common.scheduling.admission import Admission
 from common.scheduling.batch import Batch
-from common.scheduling.events import (
-    ChunkComputed,
-    Failed,
-    Finished,
-    GivenBack,
-    Prefilled,
-    Sampled,
-    SchedulerEvent,
-    Started,
-)
-from common.scheduling.preemption import choose_victim, rank
+from common.scheduling.events import SchedulerEvent
+from common.scheduling.planner import MayStart, Planner
+from common.scheduling.results import Results, check_result
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Sequence, SequenceSpec, Status
 from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from common.scheduling.waiting_queue import WaitingQueue, effective_class
-
-MayStart = Callable[[SequenceSpec], bool]
+from common.scheduling.step import StepPlan, StepResult
+from common.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduled(NamedTuple):
@@ -77,10 +66,12 @@ class Scheduler:
         self._table = SequenceTable(pool)
         self._queue = WaitingQueue(config.aging_s)
         self._admission = Admission(config, pool, self._table)
+        self._planner = Planner(config, pool, self._table, self._queue, self._admission)
+        self._results = Results(config, pool, self._table)
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
-        self._num_preemptions = 0
         self._events: list[SchedulerEvent] = []
+        """To be told by the next `schedule`."""
 
     # --- sequences come ---
 
@@ -106,7 +97,7 @@ class Scheduler:
             num_cached = self._admission.acquire(seq)
         if num_cached is None:
             return self._enqueue(seq)
-        self._start(seq, num_cached, self._events)
+        self._planner.start(seq, num_cached, self._events)
         return seq.seq_id
 
     def reserve(self, spec: SequenceSpec, now: float) -> Reservation | None:
@@ -143,8 +134,8 @@ class Scheduler:
         self._pool.publish(seq_id, seq.token_ids, num_tokens)
         if num_tokens == known:
             seq.token_ids.append(next_token)
-        events: list[SchedulerEvent] = [_sampled(seq)]
-        self._end_if_finished(seq, events)
+        events: list[SchedulerEvent] = []
+        self._results.accept_token(seq, events)
         return events
 
     # --- sequences change and go ---
@@ -160,7 +151,8 @@ class Scheduler:
 
     def release(self, seq_id: int) -> None:
         """End a PREFILLED, RESERVED or COMMITTED sequence; what is computed stays as prefix cache."""
-        self._table.end(self._table.get(seq_id, Status.PREFILLED, Status.RESERVED, Status.COMMITTED))
+        self._table.get(seq_id, Status.PREFILLED, Status.RESERVED, Status.COMMITTED)
+        self.abort(seq_id)
 
     def abort(self, seq_id: int) -> None:
         """End a sequence in whatever status; a token still being drawn for it is dropped. No event follows."""
@@ -168,6 +160,7 @@ class Scheduler:
         if seq.status is Status.WAITING and seq_id in self._queue:
             self._queue.remove(seq_id)
         self._table.end(seq)
+        self._events = [event for event in self._events if event.seq_id != seq_id]
 
     def pause(self, seq_id: int) -> None:
         """COMPUTING -> PAUSED: no further chunk until `resume`; blocks are kept. A chunk in flight still counts: if
@@ -197,27 +190,15 @@ class Scheduler:
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             return Scheduled(None, events)
         batch = Batch(self._config.max_step_tokens)
-        self._make_room(events)
-        for seq in self._table.members(Status.DECODING).values():
-            if self._has_room(seq):
-                batch.give(seq, 1)
-        self._plan_prompts(batch, now, may_start or _always, events)
+        self._planner.fill(batch, now, may_start or _always, events)
         return Scheduled(self._seal(batch), events)
 
     def apply(self, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Take in the result of the oldest step in flight. InvariantError: another step, or a token is missing."""
-        plan = self._check_result(result)
-        self._in_flight.popleft()
-        events: list[SchedulerEvent] = []
-        for part in plan.scheduled:
-            seq = self._table.get(part.seq_id)
-            seq.steps_in_flight -= 1
-            why = result.failed.get(part.seq_id)
-            if why is not None:
-                self._fail(seq, why, events)
-            else:
-                self._advance(seq, part, result.sampled.get(part.seq_id), events)
-        return events
+        if not self._in_flight or self._in_flight[0].step_id != result.step_id:
+            raise InvariantError(f"result of step {result.step_id}, which is not the oldest in flight")
+        check_result(self._in_flight[0], result)
+        return self._results.apply(self._in_flight.popleft(), result)
 
     # --- numbers ---
 
@@ -265,88 +246,18 @@ class Scheduler:
             block_size=self._pool.block_size,
             prefix_hit_tokens=self._pool.prefix_hit_tokens,
             prompt_tokens=self._pool.prompt_tokens,
-            preemptions=self._num_preemptions,
+            preemptions=self._planner.num_preemptions,
         )
 
     def is_quiescent(self) -> bool:
         """No sequence, no step in flight, no block held."""
         return not len(self._table) and not self._in_flight and self._pool.num_held == 0
 
-    # --- inside: starting ---
+    # --- inside ---
 
     def _enqueue(self, seq: Sequence) -> int:
         self._queue.push(seq.seq_id, seq.spec.priority, seq.spec.accepted_at, seq.spec.num_known)
         return seq.seq_id
-
-    def _start(self, seq: Sequence, num_cached: int, events: list[SchedulerEvent]) -> None:
-        """A waiting sequence has its blocks. If all but the last known id is there, nothing needs computing."""
-        seq.set_computed(num_cached)
-        events.append(Started(seq.seq_id, num_cached))
-        last = seq.spec.num_known - 1
-        if seq.spec.mode == "prefill" and seq.spec.is_replan and num_cached == last:
-            self._table.move(seq, Status.PREFILLED)
-            events.append(_prefilled(seq))
-        else:
-            self._table.move(seq, Status.COMPUTING)
-
-    def _try_start(self, seq: Sequence, may_start: MayStart, events: list[SchedulerEvent]) -> bool:
-        if not may_start(seq.spec):
-            return False
-        num_cached = self._admission.acquire(seq)
-        if num_cached is None:
-            return False
-        self._queue.remove(seq.seq_id)
-        self._start(seq, num_cached, events)
-        return True
-
-    # --- inside: planning ---
-
-    def _has_room(self, seq: Sequence) -> bool:
-        return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
-
-    def _make_room(self, events: list[SchedulerEvent]) -> None:
-        """Blocks for the next token of all that decode, best first; the worst give theirs back when none is left."""
-        decoding = self._table.members(Status.DECODING)
-        needy = [seq for seq in decoding.values() if seq.num_unscheduled_tokens and not self._has_room(seq)]
-        for seq in sorted(needy, key=rank):
-            while seq.status is Status.DECODING and not self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1):
-                victim = choose_victim(decoding.values(), self._config.max_preempt)
-                if victim is None:
-                    break  # it skips this step; whoever holds the blocks ends some time
-                self._num_preemptions += 1
-                self._table.end(victim)
-                events.append(GivenBack(victim.seq_id))
-
-    def _plan_prompts(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
-        """The rest of the budget: prompts under way by class, then age; a waiting one starts before those of a worse
-        class. The head of the queue that cannot start stops the queue: what is behind it must not take its blocks."""
-        running = sorted(self._table.members(Status.COMPUTING).values(), key=lambda seq: self._class_and_age(seq, now))
-        chunk = self._config.max_chunk_tokens or self._config.max_step_tokens
-        turn = 0
-        head = self._head(now)
-        while batch.budget_tokens > 0:
-            if head is not None and (turn == len(running) or self._class(head, now) < self._class(running[turn], now)):
-                started = self._try_start(head, may_start, events)
-                if head.status is Status.COMPUTING:
-                    running.insert(turn, head)
-                head = self._head(now) if started else None
-            elif turn < len(running):
-                batch.give(running[turn], chunk)
-                turn += 1
-            else:
-                break
-        for seq in running:
-            batch.give(seq, batch.budget_tokens)
-
-    def _head(self, now: float) -> Sequence | None:
-        seq_id = self._queue.peek(now)
-        return None if seq_id is None else self._table.get(seq_id)
-
-    def _class(self, seq: Sequence, now: float) -> int:
-        return effective_class(seq.spec.priority, seq.spec.accepted_at, now, self._config.aging_s)
-
-    def _class_and_age(self, seq: Sequence, now: float) -> tuple[int, float, int]:
-        return self._class(seq, now), seq.spec.accepted_at, seq.seq_id
 
     def _seal(self, batch: Batch) -> StepPlan | None:
         if batch.is_empty:
@@ -355,58 +266,6 @@ class Scheduler:
         plan = batch.seal(self._num_steps, self._pool, self._table.take_finished())
         self._in_flight.append(plan)
         return plan
-
-    # --- inside: results ---
-
-    def _check_result(self, result: StepResult) -> StepPlan:
-        if not self._in_flight or self._in_flight[0].step_id != result.step_id:
-            raise InvariantError(f"result of step {result.step_id}, which is not the oldest in flight")
-        plan = self._in_flight[0]
-        failed, sampled = result.failed.keys(), result.sampled.keys()
-        drawn = {part.seq_id for part in plan.scheduled if part.sample}
-        if not drawn - failed <= sampled <= drawn or not failed <= {part.seq_id for part in plan.scheduled}:
-            raise InvariantError(f"result of step {result.step_id}: its sequences do not fit the plan")
-        return plan
-
-    def _fail(self, seq: Sequence, why: str, events: list[SchedulerEvent]) -> None:
-        seq.keep_cached = False
-        if seq.status is Status.ENDED:
-            self._table.settle(seq)
-            return
-        self._table.end(seq)
-        events.append(Failed(seq.seq_id, why))
-
-    def _advance(self, seq: Sequence, part: ScheduledSequence, token: int | None, events: list[SchedulerEvent]) -> None:
-        start, end = part.start_position, part.start_position + len(part.token_ids)
-        seq.num_computed_tokens = end
-        if seq.keep_cached and end // self._pool.block_size > start // self._pool.block_size:
-            self._pool.publish(seq.seq_id, seq.token_ids, end)
-        if seq.status is Status.ENDED:
-            self._table.settle(seq)
-            return
-        if seq.status is not Status.DECODING:
-            events.append(ChunkComputed(seq.seq_id, start, end))
-        if part.sample and token is not None:
-            seq.token_ids.append(token)
-            events.append(_sampled(seq))
-            if not self._end_if_finished(seq, events) and seq.status is not Status.DECODING:
-                self._go_on(seq, events)
-
-    def _go_on(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
-        """Its known ids are computed, and the next one is drawn."""
-        if seq.spec.mode == "prefill":
-            self._table.move(seq, Status.PREFILLED)
-            events.append(_prefilled(seq))
-        else:
-            self._table.move(seq, Status.DECODING)
-
-    def _end_if_finished(self, seq: Sequence, events: list[SchedulerEvent]) -> bool:
-        reason = seq.finish_reason(self._config.eos_token_ids)
-        if reason is None:
-            return False
-        self._table.end(seq)
-        events.append(Finished(seq.seq_id, reason))
-        return True
 
     def check_invariants(self) -> None:
         """Raise InvariantError when sequences, queue, steps and blocks do not agree."""
@@ -425,11 +284,3 @@ class Scheduler:
 
 def _always(_: SequenceSpec) -> bool:
     return True
-
-
-def _sampled(seq: Sequence) -> SchedulerEvent:
-    return Sampled(seq.seq_id, seq.token_ids[-1], len(seq.token_ids) - 1, seq.num_outputs - 1)
-
-
-def _prefilled(seq: Sequence) -> SchedulerEvent:
-    return Prefilled(seq.seq_id, seq.num_computed_tokens, seq.token_ids[-1], seq.num_outputs - 1)

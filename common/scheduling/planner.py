@@ -1,0 +1,107 @@
+"""What runs in the next step, and who starts or is given back for it. Changes sequences through their table only."""
+
+from collections.abc import Callable
+
+from common.kv.block_pool import BlockPool
+from common.scheduling.admission import Admission
+from common.scheduling.batch import Batch
+from common.scheduling.events import GivenBack, SchedulerEvent, Started
+from common.scheduling.preemption import choose_victim, rank
+from common.scheduling.results import prefilled
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.scheduling.sequence import Sequence, SequenceSpec, Status
+from common.scheduling.sequence_table import SequenceTable
+from common.scheduling.waiting_queue import WaitingQueue, effective_class
+
+MayStart = Callable[[SequenceSpec], bool]
+
+
+class Planner:
+    """Decoding sequences first, then prompts; deterministic. Writes what happened into the list of events given."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable, queue: WaitingQueue, admission: Admission
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._table = table
+        self._queue = queue
+        self._admission = admission
+        self.num_preemptions = 0
+        """Total since start."""
+
+    def fill(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
+        """Share the batch's budget out."""
+        self._make_room(events)
+        for seq in self._table.members(Status.DECODING).values():
+            if self._has_room(seq):
+                batch.give(seq, 1)
+        self._give_to_prompts(batch, now, may_start, events)
+
+    def start(self, seq: Sequence, num_cached: int, events: list[SchedulerEvent]) -> None:
+        """A waiting sequence has its blocks. If all but the last known id is there, nothing needs computing."""
+        seq.set_computed(num_cached)
+        events.append(Started(seq.seq_id, num_cached))
+        last = seq.spec.num_known - 1
+        if seq.spec.mode == "prefill" and seq.spec.is_replan and num_cached == last:
+            self._table.move(seq, Status.PREFILLED)
+            events.append(prefilled(seq))
+        else:
+            self._table.move(seq, Status.COMPUTING)
+
+    def _has_room(self, seq: Sequence) -> bool:
+        return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
+
+    def _make_room(self, events: list[SchedulerEvent]) -> None:
+        """Blocks for the next token of all that decode, best first; the worst give theirs back when none is left."""
+        decoding = self._table.members(Status.DECODING)
+        needy = [seq for seq in decoding.values() if seq.num_unscheduled_tokens and not self._has_room(seq)]
+        for seq in sorted(needy, key=rank):
+            while seq.status is Status.DECODING and not self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1):
+                victim = choose_victim(decoding.values(), self._config.max_preempt)
+                if victim is None:
+                    break  # it skips this step; whoever holds the blocks ends some time
+                self.num_preemptions += 1
+                self._table.end(victim)
+                events.append(GivenBack(victim.seq_id))
+
+    def _give_to_prompts(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
+        """The rest of the budget: prompts under way by class, then age; a waiting one starts before those of a worse
+        class. The head of the queue that cannot start stops the queue: what is behind it must not take its blocks."""
+        running = sorted(self._table.members(Status.COMPUTING).values(), key=lambda seq: self._class_and_age(seq, now))
+        chunk = self._config.max_chunk_tokens or self._config.max_step_tokens
+        turn = 0
+        head = self._head(now)
+        while batch.budget_tokens > 0:
+            if head is not None and (turn == len(running) or self._class(head, now) < self._class(running[turn], now)):
+                started = self._try_start(head, may_start, events)
+                if head.status is Status.COMPUTING:
+                    running.insert(turn, head)
+                head = self._head(now) if started else None
+            elif turn < len(running):
+                batch.give(running[turn], chunk)
+                turn += 1
+            else:
+                break
+        for seq in running:
+            batch.give(seq, batch.budget_tokens)
+
+    def _head(self, now: float) -> Sequence | None:
+        seq_id = self._queue.peek(now)
+        return None if seq_id is None else self._table.get(seq_id)
+
+    def _class(self, seq: Sequence, now: float) -> int:
+        return effective_class(seq.spec.priority, seq.spec.accepted_at, now, self._config.aging_s)
+
+    def _class_and_age(self, seq: Sequence, now: float) -> tuple[int, float, int]:
+        return self._class(seq, now), seq.spec.accepted_at, seq.seq_id
+
+    def _try_start(self, seq: Sequence, may_start: MayStart, events: list[SchedulerEvent]) -> bool:
+        if not may_start(seq.spec):
+            return False
+        num_cached = self._admission.acquire(seq)
+        if num_cached is None:
+            return False
+        self._queue.remove(seq.seq_id)
+        self.start(seq, num_cached, events)
+        return True

@@ -1,0 +1,85 @@
+"""What a step's result does to the sequences in it. Changes sequences through their table only."""
+
+from common.errors import InvariantError
+from common.kv.block_pool import BlockPool
+from common.scheduling.events import ChunkComputed, Failed, Finished, Prefilled, Sampled, SchedulerEvent
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.scheduling.sequence import Sequence, Status
+from common.scheduling.sequence_table import SequenceTable
+from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+
+
+class Results:
+    """Takes results in, in the order of the steps."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable) -> None:
+        self._config = config
+        self._pool = pool
+        self._table = table
+
+    def apply(self, plan: StepPlan, result: StepResult) -> list[SchedulerEvent]:
+        """The result of a step that has just left the flight."""
+        events: list[SchedulerEvent] = []
+        for part in plan.scheduled:
+            seq = self._table.get(part.seq_id)
+            seq.steps_in_flight -= 1
+            why = result.failed.get(part.seq_id)
+            if why is not None:
+                self._fail(seq, why, events)
+            else:
+                self._advance(seq, part, result.sampled.get(part.seq_id), events)
+        return events
+
+    def accept_token(self, seq: Sequence, events: list[SchedulerEvent]) -> bool:
+        """Its last id is a new output token: tell it, and end the sequence if that is the end. Whether it goes on."""
+        events.append(Sampled(seq.seq_id, seq.token_ids[-1], len(seq.token_ids) - 1, seq.num_outputs - 1))
+        reason = seq.finish_reason(self._config.eos_token_ids)
+        if reason is None:
+            return True
+        self._table.end(seq)
+        events.append(Finished(seq.seq_id, reason))
+        return False
+
+    def _fail(self, seq: Sequence, why: str, events: list[SchedulerEvent]) -> None:
+        seq.keep_cached = False
+        if seq.status is Status.ENDED:
+            self._table.settle(seq)
+            return
+        self._table.end(seq)
+        events.append(Failed(seq.seq_id, why))
+
+    def _advance(self, seq: Sequence, part: ScheduledSequence, token: int | None, events: list[SchedulerEvent]) -> None:
+        start, end = part.start_position, part.start_position + len(part.token_ids)
+        seq.num_computed_tokens = end
+        if seq.keep_cached and end // self._pool.block_size > start // self._pool.block_size:
+            self._pool.publish(seq.seq_id, seq.token_ids, end)
+        if seq.status is Status.ENDED:
+            self._table.settle(seq)
+            return
+        if seq.status is not Status.DECODING:
+            events.append(ChunkComputed(seq.seq_id, start, end))
+        if part.sample and token is not None:
+            seq.token_ids.append(token)
+            if self.accept_token(seq, events) and seq.status is not Status.DECODING:
+                self._leave_prompt(seq, events)
+
+    def _leave_prompt(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
+        """Its known ids are computed, and the next one is drawn."""
+        if seq.spec.mode == "prefill":
+            self._table.move(seq, Status.PREFILLED)
+            events.append(prefilled(seq))
+        else:
+            self._table.move(seq, Status.DECODING)
+
+
+def prefilled(seq: Sequence) -> SchedulerEvent:
+    """The event of a sequence that has just become PREFILLED."""
+    return Prefilled(seq.seq_id, seq.num_computed_tokens, seq.token_ids[-1], seq.num_outputs - 1)
+
+
+def check_result(plan: StepPlan, result: StepResult) -> None:
+    """InvariantError when a token is missing, or the result names a sequence that the plan does not."""
+    failed, sampled = result.failed.keys(), result.sampled.keys()
+    drawn = {part.seq_id for part in plan.scheduled if part.sample}
+    if not drawn - failed <= sampled <= drawn or not failed <= {part.seq_id for part in plan.scheduled}:
+        raise InvariantError(f"result of step {result.step_id}: its sequences do not fit the plan")
