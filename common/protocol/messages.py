@@ -168,6 +168,8 @@ class Job(Message, frozen=True, kw_only=True):
     """Since the router accepted the request: keeps its place over retries and re-plans."""
     candidates: tuple[Candidate, ...]
     """Best first, at most three. Empty: finish it where it is."""
+    times_preempted: int = 0
+    """How often decode nodes gave this request back."""
     trace: str = ""
     """W3C traceparent, empty for none."""
 
@@ -242,6 +244,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     priority: int
     remaining_ms: int
     waited_ms: int
+    times_preempted: int = 0
     trace: str = ""
 
 
@@ -319,6 +322,8 @@ class Committed(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 21
     key: TransferKey
+    complete: bool = True
+    """Every piece is there and right: the sender's blocks may be let go."""
     missing: tuple[int, ...] = ()
     """Numbers of pieces to send again."""
 

@@ -1,0 +1,1 @@
+"""The decode leg's decisions. Pure: no sockets, tensors, threads or clock."""

@@ -1,0 +1,1 @@
+"""The prefill leg's decisions. Pure: no sockets, tensors, threads or clock."""

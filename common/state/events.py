@@ -1,0 +1,123 @@
+"""What happens to a core, as plain data: the events its shell (or the simulation) feeds it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.ids import Incarnation, TransferKey
+from common.protocol.messages import Announce, Envelope, Piece
+from common.scheduling.step import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message came. `endpoint` names the client link it came on; it is empty at a node's own socket."""
+
+    envelope: Envelope
+    endpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time went by. Comes several times a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkConnected:
+    """The transport made (or made again) the connection of a client link."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkClosed:
+    """The transport lost the connection of a client link."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """What a Probe found."""
+
+    endpoint: str
+    result: Literal["accepted", "refused", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A node made itself known through a proxy."""
+
+    incarnation: Incarnation
+    announce: Announce
+
+
+@dataclass(frozen=True, slots=True)
+class LayersDone:
+    """The step in flight has completed the kernels of its first `layers` layers."""
+
+    step_id: int
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """The engine finished a step."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine raised: the process cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSent:
+    """The transport has read a piece's blocks and passed its bytes on."""
+
+    key: TransferKey
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesStopped:
+    """The transport reads nothing more for this key."""
+
+    key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class KvSendFailed:
+    """The transport could not send for this key."""
+
+    key: TransferKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PieceArrived:
+    """A piece was checked and written."""
+
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class PieceBad:
+    """A piece came damaged; nothing of it was written."""
+
+    key: TransferKey
+    number: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Finish what is there, take nothing new, then end."""
+
+
+Event = (
+    Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepDone | EngineFailed
+    | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | DrainRequested
+)  # fmt: skip

@@ -1,0 +1,89 @@
+"""The decode node's end of a hand-over: room, pieces, ownership, and the request's life after it. Pure.
+
+QUEUED      no room yet; the reservation waits
+RESERVED    blocks are kept, pieces may be written
+OWNED       committed: this node answers for the request, but pieces are missing still
+RUNNING     every piece is there and right: it decodes
+FINISHED, FAILED, GIVEN_BACK, LOST   records without blocks, kept until the worker's list no longer has them
+
+PROTOCOL rules 15, 16, 23 to 27.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from common.protocol.messages import Commit, Piece
+from common.state.table import Table
+
+
+class ReceiveState(Enum):
+    """Where a hand-over is, at its receiver."""
+
+    QUEUED = auto()
+    RESERVED = auto()
+    OWNED = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+    FAILED = auto()
+    GIVEN_BACK = auto()
+    LOST = auto()
+
+
+class ReceiveEvent(Enum):
+    """What moves it. Leaving the table altogether (abort, reaping) needs no row."""
+
+    GRANT = auto()
+    COMMIT = auto()
+    COMPLETE = auto()
+    FINISH = auto()
+    FAIL = auto()
+    GIVE_BACK = auto()
+    LOSE = auto()
+
+
+_S, _E = ReceiveState, ReceiveEvent
+RECEIVE_TABLE = Table(
+    "hand-over (receiver)",
+    _S.QUEUED,
+    {
+        (_S.QUEUED, _E.GRANT): _S.RESERVED,
+        (_S.RESERVED, _E.COMMIT): _S.OWNED,
+        (_S.OWNED, _E.COMPLETE): _S.RUNNING,
+        (_S.OWNED, _E.LOSE): _S.LOST,
+        (_S.OWNED, _E.GIVE_BACK): _S.GIVEN_BACK,
+        (_S.RUNNING, _E.FINISH): _S.FINISHED,
+        (_S.RUNNING, _E.FAIL): _S.FAILED,
+        (_S.RUNNING, _E.GIVE_BACK): _S.GIVEN_BACK,
+        (_S.RUNNING, _E.LOSE): _S.LOST,
+    },
+)
+HOLDS_BLOCKS = (_S.RESERVED, _S.OWNED, _S.RUNNING)
+RECORDS = (_S.FINISHED, _S.FAILED, _S.GIVEN_BACK, _S.LOST)
+
+
+@dataclass(slots=True)
+class PieceLedger:
+    """Which pieces of one transfer key are there and right."""
+
+    num_layers: int
+    first_token_pos: int
+    arrived: dict[int, Piece] = field(default_factory=dict)
+    last_arrival: float = 0.0
+    times_asked: int = 0
+
+    def add(self, piece: Piece, now: float) -> None:
+        """A piece was written; a second copy changes nothing."""
+        self.arrived[piece.number] = piece
+        self.last_arrival = now
+
+    def missing(self, commit: Commit) -> tuple[int, ...]:
+        """Numbers that the Commit counts and that are not there."""
+        return tuple(number for number in range(commit.num_pieces) if number not in self.arrived)
+
+    def fault(self, commit: Commit) -> str | None:
+        """With all pieces there: what is wrong with them as a whole. None: they cover exactly what was lacked."""
+        if commit.first_token_pos != self.first_token_pos:
+            return f"carries positions from {commit.first_token_pos} on, {self.first_token_pos} was asked for"
+        want = self.num_layers * max(0, commit.num_tokens - self.first_token_pos)
+        have = sum((p.layer_end - p.layer_start) * (p.token_end - p.token_start) for p in self.arrived.values())
+        return None if have == want else f"pieces cover {have} layer-tokens of {want}"

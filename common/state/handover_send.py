@@ -1,0 +1,409 @@
+"""The prefill node's end of a hand-over: asks candidates, pushes pieces, commits to one. Pure.
+
+IDLE        nothing asked yet
+ASKING      Reserve sent to a candidate, repeated; QUEUED once it said that room will come
+GRANTED     pieces go out as layers and chunks are computed; when all are given and the token is known: Commit
+COMMITTING  Commit sent, repeated; the one decode node of this attempt is fixed from here on
+COMMITTED   the decode node owns the request; pieces may be asked for again until it says that it has them all
+FAILED, ABORTED   final; blocks may be let go once `pieces_in_flight` is zero
+
+PROTOCOL rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generation of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from common.config.protocol import Limits, Timers
+from common.errors import InvariantError
+from common.ids import Incarnation, TransferKey
+from common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
+from common.state.actions import Action, Send, SendPiece, StopPieces
+from common.state.table import Machine, Table
+
+
+class SendState(Enum):
+    """Where a hand-over is, at its sender."""
+
+    IDLE = auto()
+    ASKING = auto()
+    QUEUED = auto()
+    GRANTED = auto()
+    COMMITTING = auto()
+    COMMITTED = auto()
+    FAILED = auto()
+    ABORTED = auto()
+
+
+class SendEvent(Enum):
+    """What moves it."""
+
+    ASK = auto()
+    QUEUED = auto()
+    GRANTED = auto()
+    COMMIT = auto()
+    COMMITTED = auto()
+    FAIL = auto()
+    ABORT = auto()
+
+
+_S, _E = SendState, SendEvent
+_OPEN = (_S.IDLE, _S.ASKING, _S.QUEUED, _S.GRANTED)
+SEND_TABLE = Table(
+    "hand-over (sender)",
+    _S.IDLE,
+    {
+        **{(state, _E.ASK): _S.ASKING for state in _OPEN},
+        **{(state, _E.FAIL): _S.FAILED for state in (*_OPEN, _S.COMMITTING)},
+        **{(state, _E.ABORT): _S.ABORTED for state in (*_OPEN, _S.COMMITTING, _S.COMMITTED, _S.FAILED)},
+        (_S.ASKING, _E.QUEUED): _S.QUEUED,
+        (_S.QUEUED, _E.QUEUED): _S.QUEUED,
+        (_S.ASKING, _E.GRANTED): _S.GRANTED,
+        (_S.QUEUED, _E.GRANTED): _S.GRANTED,
+        (_S.GRANTED, _E.COMMIT): _S.COMMITTING,
+        (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
+        (_S.COMMITTED, _E.COMMITTED): _S.COMMITTED,
+    },
+)
+FINAL = (_S.COMMITTED, _S.FAILED, _S.ABORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What the size of a piece follows from."""
+
+    num_layers: int
+    layer_token_bytes: int
+    """Bytes of one token in one layer, all cache tensors together."""
+
+    def layers_per_piece(self, num_tokens: int, target_bytes: int) -> int:
+        """How many layers make a piece of about the target."""
+        return max(1, min(self.num_layers, target_bytes // max(1, num_tokens * self.layer_token_bytes)))
+
+
+@dataclass(slots=True)
+class _Region:
+    """A computed range of positions: a chunk, or what the prefix cache had."""
+
+    token_start: int
+    token_end: int
+    layers_done: int
+    layers_sent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """The token that decoding goes on from."""
+
+    token_id: int
+    index: int
+    """Its output index."""
+    num_tokens: int
+    """Positions with KV before it."""
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class HandoverSender:
+    """One attempt's hand-over."""
+
+    me: Incarnation
+    reserve: Reserve
+    """A template: key, transfer_no and times are filled at each sending."""
+    candidates: list[Candidate]
+    shape: KvShape
+    timers: Timers
+    limits: Limits
+    new_transfer_no: Callable[[], int]
+    deadline: float
+    accepted_at: float
+    machine: Machine[SendState, SendEvent] = field(init=False)
+    key: TransferKey | None = None
+    transfer_no: int = 0
+    failure: str = ""
+    commit_sent: bool = False
+    complete: bool = False
+    """The decode node has every piece."""
+    target: Candidate | None = None
+    block_table: tuple[int, ...] = ()
+    may_send: bool = False
+    """A transfer slot was given (bounded per peer and node)."""
+    _generation: int = 0
+    _first_token_pos: int = 0
+    _regions: list[_Region] = field(default_factory=list)
+    _pieces: list[Piece] = field(default_factory=list)
+    _in_flight: dict[TransferKey, set[int]] = field(default_factory=dict)
+    _next: NextToken | None = None
+    _asked_at: float = 0.0
+    _sent_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(SEND_TABLE, f"{self.reserve.key.request_id[:8]}/{self.reserve.key.attempt}")
+
+    @property
+    def state(self) -> SendState:
+        """The present state."""
+        return self.machine.state
+
+    @property
+    def pieces_in_flight(self) -> int:
+        """Pieces whose blocks the transport may still read."""
+        return sum(len(numbers) for numbers in self._in_flight.values())
+
+    @property
+    def wants_slot(self) -> bool:
+        """Granted, and waiting for its turn to send."""
+        return self.state is SendState.GRANTED and not self.may_send
+
+    @property
+    def granted(self) -> bool:
+        """A decode node holds room for it."""
+        return self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED)
+
+    # -- commands of the leg
+
+    def ask(self, now: float) -> list[Action]:
+        """Ask the next candidate; none left: the hand-over fails with no_room."""
+        actions = self._withdraw()
+        if not self.candidates:
+            return actions + self._fail(self.failure or "no_room", now)
+        self.target = self.candidates.pop(0)
+        self._generation += 1
+        old = self.reserve.key
+        self.key = TransferKey(old.request_id, old.attempt, self._generation, self.me, self.target.incarnation)
+        self.transfer_no = self.new_transfer_no()
+        self.may_send, self._pieces = False, []
+        for region in self._regions:
+            region.layers_sent = 0
+        self.machine.move(SendEvent.ASK, now)
+        self._asked_at = now
+        return actions + self._send_reserve(now)
+
+    def progress(self, token_start: int, token_end: int, layers: int, now: float) -> list[Action]:
+        """Positions token_start .. token_end - 1 have KV in the first `layers` layers."""
+        for region in self._regions:
+            if region.token_start == token_start:
+                region.token_end = token_end
+                region.layers_done = max(region.layers_done, layers)
+                break
+        else:
+            if token_end > token_start:
+                self._regions.append(_Region(token_start, token_end, layers))
+        return self._push(now)
+
+    def token_known(self, token: NextToken, now: float) -> list[Action]:
+        """All is computed and this token comes next."""
+        self._next = token
+        return self._push(now)
+
+    def give_slot(self, now: float) -> list[Action]:
+        """Sending may begin."""
+        self.may_send = True
+        return self._push(now)
+
+    def abort(self, now: float) -> list[Action]:
+        """The request is not wanted any more, or ended with its first token."""
+        if self.state is SendState.ABORTED:
+            return []
+        actions = [] if self.state in (SendState.COMMITTED, SendState.FAILED) else self._withdraw()
+        if self.state is SendState.COMMITTING:
+            actions = self._stop()
+        self.machine.move(SendEvent.ABORT, now)
+        return actions
+
+    # -- what the decode node says
+
+    def on_granted(self, key: TransferKey, first_token: int, now: float) -> list[Action] | None:
+        """Room is there. None: not ours any more, answer Abort."""
+        if key != self.key or not self.machine.accepts(SendEvent.GRANTED):
+            return [] if key == self.key and self.granted else None
+        self._first_token_pos = first_token
+        self.machine.move(SendEvent.GRANTED, now)
+        return self._push(now)
+
+    def on_queued(self, key: TransferKey, now: float) -> None:
+        """Room will come."""
+        if key == self.key and self.machine.accepts(SendEvent.QUEUED):
+            self.machine.move(SendEvent.QUEUED, now)
+
+    def on_refused(self, key: TransferKey, reason: str, now: float) -> list[Action]:
+        """Not there: the next one, at no cost. A refusal after the Commit ends the attempt's hand-over."""
+        if key != self.key:
+            return []
+        if self.state in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
+            self.failure = "no_room"
+            return self.ask(now)
+        if self.state is SendState.COMMITTING:
+            return self._fail(reason, now)
+        return []
+
+    def on_committed(self, message: Committed, now: float) -> list[Action]:
+        """Owned over there; it may still lack pieces."""
+        if message.key != self.key or not self.machine.accepts(SendEvent.COMMITTED):
+            return []
+        self.machine.move(SendEvent.COMMITTED, now)
+        self.complete = self.complete or message.complete
+        wanted = set(message.missing)
+        return [self._give(piece) for piece in self._pieces if piece.number in wanted]
+
+    def on_peer_up(self, now: float) -> list[Action]:
+        """The link to the candidate is there now: ask at once."""
+        return self._send_reserve(now) if self.state is SendState.ASKING else []
+
+    def on_peer_lost(self, now: float) -> list[Action]:
+        """The decode node's life ended."""
+        if self.state in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
+            return self.ask(now)
+        if self.state is SendState.COMMITTING:
+            return self._fail("lost", now)
+        self.complete = True
+        return self._stop()
+
+    # -- what the transport says
+
+    def on_sent(self, key: TransferKey, number: int) -> None:
+        """The piece's blocks have been read."""
+        numbers = self._in_flight.get(key)
+        if numbers is not None:
+            numbers.discard(number)
+            if not numbers:
+                del self._in_flight[key]
+
+    def on_stopped(self, key: TransferKey) -> None:
+        """Nothing is read for this key any more."""
+        self._in_flight.pop(key, None)
+
+    def on_send_failed(self, key: TransferKey, now: float) -> list[Action]:
+        """The transport cannot reach the node."""
+        if key != self.key or self.state in FINAL:
+            return []
+        return self._fail("lost", now) if self.state is SendState.COMMITTING else self.ask(now)
+
+    # -- time
+
+    def tick(self, now: float, *, target_up: bool) -> list[Action]:
+        """Repeat what was not answered; give up what waited too long."""
+        since = now - self._asked_at
+        if self.state is SendState.ASKING and since > self.timers.answer_wait_s:
+            return self.ask(now)
+        if self.state is SendState.QUEUED and since > self.timers.queued_wait_s:
+            self.failure = "no_room"
+            return self.ask(now)
+        if self.state is SendState.COMMITTING and since > self.timers.commit_wait_s:
+            return self._fail("commit_unanswered", now)
+        repeat = target_up and now - self._sent_at >= self.timers.repeat_s
+        if repeat and self.state in (SendState.ASKING, SendState.QUEUED):
+            return self._send_reserve(now)
+        if repeat and self.state is SendState.COMMITTING:
+            return self._send_commit(now)
+        return []
+
+    # -- inside
+
+    def _send_reserve(self, now: float) -> list[Action]:
+        assert self.key is not None
+        self._sent_at = now
+        filled = msgspec.structs.replace(
+            self.reserve,
+            key=self.key,
+            transfer_no=self.transfer_no,
+            remaining_ms=max(0, int((self.deadline - now) * 1000)),
+            waited_ms=max(0, int((now - self.accepted_at) * 1000)),
+        )
+        return [Send(self.key.decode, filled)]
+
+    def _send_commit(self, now: float) -> list[Action]:
+        assert self.key is not None
+        assert self._next is not None
+        self._sent_at = now
+        commit = Commit(
+            key=self.key,
+            num_pieces=len(self._pieces),
+            first_token_pos=self._first_token_pos,
+            num_tokens=self._next.num_tokens,
+            token_id=self._next.token_id,
+            token_index=self._next.index,
+            cached_tokens=self._next.cached_tokens,
+        )
+        return [Send(self.key.decode, commit)]
+
+    def _push(self, now: float) -> list[Action]:
+        """Give the transport all that is computed and not given yet; then commit if that was all."""
+        if self.state is not SendState.GRANTED or not self.may_send:
+            return []
+        actions: list[Action] = []
+        for region in self._regions:
+            actions += self._push_region(region)
+        if self._next is not None and self._all_given(self._next.num_tokens):
+            self.machine.move(SendEvent.COMMIT, now)
+            self._asked_at, self.commit_sent = now, True
+            actions += self._send_commit(now)
+        return actions
+
+    def _push_region(self, region: _Region) -> list[Action]:
+        actions: list[Action] = []
+        start = max(region.token_start, self._first_token_pos)
+        if start >= region.token_end:
+            region.layers_sent = region.layers_done
+            return actions
+        group = self.shape.layers_per_piece(region.token_end - start, self.limits.piece_target_bytes)
+        while region.layers_sent < region.layers_done:
+            end = min(region.layers_sent + group, region.layers_done)
+            if end - region.layers_sent < group and region.layers_done < self.shape.num_layers:
+                break
+            actions.append(self._give(self._new_piece(region.layers_sent, end, start, region.token_end)))
+            region.layers_sent = end
+        return actions
+
+    def _new_piece(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> Piece:
+        assert self.key is not None
+        piece = Piece(
+            key=self.key,
+            number=len(self._pieces),
+            layer_start=layer_start,
+            layer_end=layer_end,
+            token_start=token_start,
+            token_end=token_end,
+            num_bytes=(layer_end - layer_start) * (token_end - token_start) * self.shape.layer_token_bytes,
+        )
+        self._pieces.append(piece)
+        return piece
+
+    def _give(self, piece: Piece) -> SendPiece:
+        self._in_flight.setdefault(piece.key, set()).add(piece.number)
+        return SendPiece(piece.key.decode, piece, self.block_table)
+
+    def _all_given(self, num_tokens: int) -> bool:
+        """Every position from the first lacked one on is covered, in every layer."""
+        covered = self._first_token_pos
+        for region in sorted(self._regions, key=lambda r: r.token_start):
+            if region.token_start <= covered:
+                if region.token_end > self._first_token_pos and region.layers_sent < self.shape.num_layers:
+                    return False
+                covered = max(covered, region.token_end)
+        return covered >= num_tokens
+
+    def _withdraw(self) -> list[Action]:
+        """Give an open reservation back and stop reading for it."""
+        if self.key is None or self.state not in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
+            return []
+        return [*self._stop(), Send(self.key.decode, Abort(key=self.key))]
+
+    def _stop(self) -> list[Action]:
+        return [StopPieces(key) for key in self._in_flight]
+
+    def _fail(self, reason: str, now: float) -> list[Action]:
+        self.failure = reason
+        self.machine.move(SendEvent.FAIL, now)
+        return self._stop()
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when the state and what was sent disagree."""
+        if self.commit_sent and self.state in _OPEN:
+            raise InvariantError(f"a Commit was sent but the hand-over is {self.state.name}")
+        if self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED) and self.key is None:
+            raise InvariantError("granted without a key")
+        if [piece.number for piece in self._pieces] != list(range(len(self._pieces))):
+            raise InvariantError("pieces are not numbered from 0 on")

@@ -1,0 +1,78 @@
+"""What a node core asks of the legs plugged into it. Types only; the legs live in prefill_node and decode_node."""
+
+from typing import Protocol
+
+from common.ids import RequestId
+from common.protocol.messages import Message, Role
+from common.scheduling.events import SchedulerEvent
+from common.scheduling.sequence import SequenceSpec
+from common.scheduling.step import StepPlan
+from common.state.actions import Action
+from common.state.clients import Client
+from common.state.events import Event
+
+
+class Leg(Protocol):
+    """One role's decisions. Every method returns what is to be done, in order."""
+
+    role: Role
+
+    def handles(self, message: Message) -> bool:
+        """Whether this message from a client is for this leg."""
+        ...
+
+    def on_message(self, client: Client, message: Message, now: float) -> list[Action]:
+        """A client said something other than Hello or Beat."""
+        ...
+
+    def on_list(self, client: Client, now: float) -> list[Action]:
+        """A client's new list: free what is old and absent, answer what is expected."""
+        ...
+
+    def on_client_lost(self, client: Client, now: float) -> list[Action]:
+        """A client is gone: free all that it had."""
+        ...
+
+    def knows(self, request_id: RequestId, attempt: int) -> bool:
+        """Whether anything is held or recorded for this attempt."""
+        ...
+
+    def on_event(self, event: Event, now: float) -> list[Action]:
+        """A link, transport or layer event."""
+        ...
+
+    def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
+        """The scheduler says something of a sequence; [] for sequences of others."""
+        ...
+
+    def may_start(self, spec: SequenceSpec) -> bool:
+        """Whether the head of the waiting queue may begin to compute."""
+        ...
+
+    def wants_layers(self, plan: StepPlan) -> bool:
+        """Whether progress within this step matters."""
+        ...
+
+    def tick(self, now: float) -> list[Action]:
+        """Time went by."""
+        ...
+
+    def flush(self, now: float) -> list[Action]:
+        """After each event: what was gathered meanwhile (tokens, transfer slots)."""
+        ...
+
+    def drain(self, now: float) -> list[Action]:
+        """Take nothing new from now on."""
+        ...
+
+    def give_back_all(self, now: float) -> list[Action]:
+        """The drain took too long: give back what is left."""
+        ...
+
+    def is_quiescent(self) -> bool:
+        """Nothing is held and nothing is recorded."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when its tables disagree."""
+        ...

@@ -1,0 +1,275 @@
+"""The client's side of its links: which nodes are there, which of them live. Pure.
+
+Both router workers and prefill nodes (towards decode nodes) own one. PROTOCOL rules 6, 9, 10: a peer is alive on the
+link where it is needed; a closed connection makes it suspect; refusal or another incarnation means dead at once;
+silence counts only while this process itself runs on time; a peer with work and no engine step is dead too.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from common.config.protocol import Timers
+from common.errors import InvariantError
+from common.ids import Incarnation
+from common.protocol.messages import Hello, HelloRefused, Status, Welcome
+from common.state.actions import Action, BindPeer, CloseLink, OpenLink, Probe, SendHello
+from common.state.table import Machine, Table
+
+FORGET_AFTER_S = 60.0
+"""A dead link that nobody announces is dropped after this long."""
+
+
+class LinkState(Enum):
+    """What may be done over a link."""
+
+    CONNECTING = auto()
+    ALIVE = auto()
+    SUSPECT = auto()
+    DEAD = auto()
+    REFUSED = auto()
+
+
+class LinkEvent(Enum):
+    """What moves a link."""
+
+    WELCOME = auto()
+    HEARD = auto()
+    CLOSED = auto()
+    SILENT = auto()
+    LOST = auto()
+    HELLO_REFUSED = auto()
+
+
+_S, _E = LinkState, LinkEvent
+LINK_TABLE = Table(
+    "link",
+    _S.CONNECTING,
+    {
+        (_S.CONNECTING, _E.WELCOME): _S.ALIVE,
+        (_S.CONNECTING, _E.CLOSED): _S.CONNECTING,
+        (_S.CONNECTING, _E.HELLO_REFUSED): _S.REFUSED,
+        (_S.ALIVE, _E.WELCOME): _S.ALIVE,
+        (_S.ALIVE, _E.HEARD): _S.ALIVE,
+        (_S.ALIVE, _E.CLOSED): _S.SUSPECT,
+        (_S.ALIVE, _E.SILENT): _S.SUSPECT,
+        (_S.ALIVE, _E.LOST): _S.DEAD,
+        (_S.ALIVE, _E.HELLO_REFUSED): _S.REFUSED,
+        (_S.SUSPECT, _E.WELCOME): _S.ALIVE,
+        (_S.SUSPECT, _E.HEARD): _S.ALIVE,
+        (_S.SUSPECT, _E.CLOSED): _S.SUSPECT,
+        (_S.SUSPECT, _E.SILENT): _S.SUSPECT,
+        (_S.SUSPECT, _E.LOST): _S.DEAD,
+        (_S.SUSPECT, _E.HELLO_REFUSED): _S.REFUSED,
+        (_S.DEAD, _E.WELCOME): _S.ALIVE,
+        (_S.DEAD, _E.CLOSED): _S.DEAD,
+        (_S.DEAD, _E.HELLO_REFUSED): _S.REFUSED,
+        (_S.REFUSED, _E.WELCOME): _S.ALIVE,
+        (_S.REFUSED, _E.CLOSED): _S.REFUSED,
+        (_S.REFUSED, _E.HELLO_REFUSED): _S.REFUSED,
+    },
+)
+
+
+@dataclass(slots=True)
+class Link:
+    """One link, as its client sees it."""
+
+    endpoint: str
+    static: bool
+    machine: Machine[LinkState, LinkEvent]
+    peer: Incarnation | None = None
+    welcome: Welcome | None = None
+    status: Status | None = None
+    refusal: str = ""
+    last_heard: float = 0.0
+    last_hello: float = -1e9
+    last_progress: float = 0.0
+    dead_since: float = 0.0
+    last_announced: float = 0.0
+    beat_no: int = 0
+    link_seq: int = 0
+    """Highest Tokens number seen."""
+    probing: bool = False
+
+    @property
+    def state(self) -> LinkState:
+        """The present state."""
+        return self.machine.state
+
+    @property
+    def usable(self) -> bool:
+        """May get new work: alive, welcomed and not draining."""
+        return self.state is LinkState.ALIVE and not (self.status is not None and self.status.draining)
+
+    @property
+    def up(self) -> bool:
+        """Messages may be sent: the peer is known and not dead."""
+        return self.state in (LinkState.ALIVE, LinkState.SUSPECT)
+
+
+@dataclass(slots=True)
+class LinkTable:
+    """All links of one client. Methods return what to do; lives that ended are collected in `take_lost()`."""
+
+    hello: Hello
+    timers: Timers
+    links: dict[str, Link] = field(default_factory=dict)
+    by_peer: dict[Incarnation, Link] = field(default_factory=dict)
+    _lost: list[Incarnation] = field(default_factory=list)
+    _last_tick: float | None = None
+
+    def add(self, endpoint: str, now: float, *, static: bool = False) -> list[Action]:
+        """Know of a node at this endpoint (no effect when it is known already)."""
+        link = self.links.get(endpoint)
+        if link is not None:
+            link.last_announced = now
+            link.static = link.static or static
+            return []
+        link = Link(endpoint, static, Machine(LINK_TABLE, endpoint), last_announced=now, dead_since=now)
+        self.links[endpoint] = link
+        return [OpenLink(endpoint), *self._say_hello(link, now)]
+
+    def peer(self, incarnation: Incarnation) -> Link | None:
+        """The link to this process life, while it is the one that lives there."""
+        return self.by_peer.get(incarnation)
+
+    def take_lost(self) -> list[Incarnation]:
+        """Lives that ended since the last call, each once."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def on_connected(self, endpoint: str, now: float) -> list[Action]:
+        """Every connection starts with a Hello."""
+        link = self.links.get(endpoint)
+        return [] if link is None else self._say_hello(link, now)
+
+    def on_closed(self, endpoint: str, now: float) -> list[Action]:
+        """The connection broke: suspect, and a probe tells whether anybody still listens."""
+        link = self.links.get(endpoint)
+        if link is None:
+            return []
+        link.machine.move(LinkEvent.CLOSED, now)
+        return self._probe(link) if link.state is LinkState.SUSPECT else []
+
+    def on_probe(self, endpoint: str, refused: bool, now: float) -> list[Action]:
+        """Nobody listens there: that life has ended."""
+        link = self.links.get(endpoint)
+        if link is None:
+            return []
+        link.probing = False
+        if refused and link.state is LinkState.SUSPECT:
+            self._lose(link, now)
+        return []
+
+    def on_welcome(self, endpoint: str, sender: Incarnation, message: Welcome, now: float) -> list[Action]:
+        """A node answered: it lives, and it is this life."""
+        link = self.links.get(endpoint)
+        other = self.by_peer.get(sender)
+        if link is None or (other is not None and other is not link):
+            return []  # one link a life: a second address of it waits until the first one fails
+        actions: list[Action] = []
+        if link.peer != sender:
+            if link.up:
+                self._lose(link, now)
+            link.peer, link.status, link.beat_no, link.link_seq = sender, None, 0, 0
+            actions.append(BindPeer(endpoint, sender))
+        link.welcome, link.refusal = message, ""
+        link.last_heard = link.last_progress = now
+        link.machine.move(LinkEvent.WELCOME, now)
+        self.by_peer[sender] = link
+        return actions
+
+    def on_hello_refused(self, endpoint: str, message: HelloRefused, now: float) -> None:
+        """The node will not have us: remembered, and asked again with every beat."""
+        link = self.links.get(endpoint)
+        if link is None:
+            return
+        if link.up:
+            self._lose(link, now)
+        link.refusal = message.reason
+        link.machine.move(LinkEvent.HELLO_REFUSED, now)
+
+    def on_heard(self, endpoint: str, sender: Incarnation, now: float) -> list[Action]:
+        """Anything else came: the same life is heard, another one ends it. Returns a Hello when one is due."""
+        link = self.links.get(endpoint)
+        if link is None:
+            return []
+        if link.peer == sender and link.up:
+            link.last_heard = now
+            link.machine.move(LinkEvent.HEARD, now)
+            return []
+        if link.up:
+            self._lose(link, now)
+        return self._say_hello(link, now)
+
+    def on_status(self, link: Link, message: Status, now: float) -> None:
+        """Newest wins; progress is a new step, or no work waiting."""
+        old = link.status
+        if old is not None and message.status_no <= old.status_no:
+            return
+        link.status = message
+        if old is None or message.steps_done != old.steps_done or not message.work_waiting:
+            link.last_progress = now
+
+    def tick(self, now: float) -> list[Action]:
+        """Judge silences, repeat Hellos, forget the long dead."""
+        self._forgive_own_sleep(now)
+        actions: list[Action] = []
+        for link in list(self.links.values()):
+            if link.up:
+                actions += self._judge(link, now)
+            elif now - link.last_hello >= self.timers.beat_s:
+                actions += self._say_hello(link, now)
+            if not link.up and not link.static and self._forgotten(link, now):
+                actions.append(CloseLink(link.endpoint))
+                del self.links[link.endpoint]
+        return actions
+
+    def _forgive_own_sleep(self, now: float) -> None:
+        late = self._last_tick is not None and now - self._last_tick > self.timers.late_tick_s
+        if late:
+            for link in self.links.values():
+                link.last_heard = link.last_progress = now
+        self._last_tick = now
+
+    def _judge(self, link: Link, now: float) -> list[Action]:
+        silence = now - link.last_heard
+        stalled = now - link.last_progress > self.timers.engine_stall_s
+        if silence > self.timers.dead_after_s or stalled:
+            self._lose(link, now)
+            return self._say_hello(link, now)
+        if silence > self.timers.suspect_s:
+            link.machine.move(LinkEvent.SILENT, now)
+            return self._probe(link)
+        return []
+
+    def _forgotten(self, link: Link, now: float) -> bool:
+        return now - max(link.dead_since, link.last_announced) > FORGET_AFTER_S
+
+    def _probe(self, link: Link) -> list[Action]:
+        if link.probing:
+            return []
+        link.probing = True
+        return [Probe(link.endpoint)]
+
+    def _say_hello(self, link: Link, now: float) -> list[Action]:
+        link.last_hello = now
+        return [SendHello(link.endpoint, self.hello)]
+
+    def _lose(self, link: Link, now: float) -> None:
+        link.machine.move(LinkEvent.LOST, now)
+        link.dead_since = now
+        if link.peer is not None:
+            self.by_peer.pop(link.peer, None)
+            self._lost.append(link.peer)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when the two maps disagree."""
+        for peer, link in self.by_peer.items():
+            if link.peer != peer or self.links.get(link.endpoint) is not link:
+                raise InvariantError(f"link {link.endpoint} is filed under {peer}, not {link.peer}")
+        for endpoint, link in self.links.items():
+            if link.endpoint != endpoint:
+                raise InvariantError(f"link {link.endpoint} is filed under {endpoint}")
+            if link.up and (link.peer is None or self.by_peer.get(link.peer) is not link):
+                raise InvariantError(f"live link {endpoint} has no peer")

@@ -1,0 +1,95 @@
+"""One request on the decode node, from its reservation to the record of its end. Plain state with small rules."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from common.errors import InvariantError
+from common.ids import Incarnation, PlanKey, TransferKey
+from common.protocol.messages import Commit, FinishReason, Reserve
+from common.scheduling.sequence import SequenceSpec
+from common.state.handover_receive import (
+    HOLDS_BLOCKS,
+    RECEIVE_TABLE,
+    RECORDS,
+    PieceLedger,
+    ReceiveEvent,
+    ReceiveState,
+)
+from common.state.table import Machine
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the decode leg knows of one attempt of one request."""
+
+    key: TransferKey
+    worker: Incarnation
+    plan_no: int
+    transfer_no: int
+    spec: SequenceSpec
+    deadline: float
+    output_token_ids: "array[int]"
+    """All output ids of the request, earlier attempts' included."""
+    machine: Machine[ReceiveState, ReceiveEvent] = field(init=False)
+    seq_id: int | None = None
+    ledger: PieceLedger | None = None
+    commit: Commit | None = None
+    finish: FinishReason | None = None
+    error: str | None = None
+    queued_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(RECEIVE_TABLE, f"{self.key.request_id[:8]}/{self.key.attempt}.{self.key.generation}")
+
+    @classmethod
+    def from_reserve(cls, message: Reserve, now: float, grace_s: float) -> "Entry":
+        """A reservation as asked for. Times become local ones here."""
+        known = message.prompt_token_ids + message.output_token_ids
+        spec = SequenceSpec(
+            token_ids=known,
+            num_prompt_tokens=len(message.prompt_token_ids),
+            sampling=message.sampling,
+            priority=message.priority,
+            accepted_at=now - message.waited_ms / 1000,
+            mode="decode",
+            times_preempted=message.times_preempted,
+        )
+        deadline = now + message.remaining_ms / 1000 + grace_s
+        return cls(
+            key=message.key,
+            worker=message.worker,
+            plan_no=message.plan_no,
+            transfer_no=message.transfer_no,
+            spec=spec,
+            deadline=deadline,
+            output_token_ids=message.output_token_ids[:],
+            queued_at=now,
+        )
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """What the worker knows it by."""
+        return PlanKey(self.key.request_id, self.key.attempt)
+
+    @property
+    def state(self) -> ReceiveState:
+        """The present state."""
+        return self.machine.state
+
+    @property
+    def is_record(self) -> bool:
+        """Ended here: kept only to be told again."""
+        return self.state in RECORDS
+
+    @property
+    def is_open(self) -> bool:
+        """Not committed: the prefill node may still take it back."""
+        return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when state and holdings disagree."""
+        holds = self.seq_id is not None
+        if holds != (self.state in HOLDS_BLOCKS):
+            raise InvariantError(f"{self.key} is {self.state.name} with sequence {self.seq_id}")
+        if self.state in (ReceiveState.OWNED, ReceiveState.RUNNING) and self.commit is None:
+            raise InvariantError(f"{self.key} is {self.state.name} without a Commit")

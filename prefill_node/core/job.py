@@ -1,0 +1,124 @@
+"""One job on the prefill node, from the queue to the record of its end. Plain state with a table; no messages.
+
+QUEUED     waits for blocks and its turn
+COMPUTING  has blocks for all its tokens; chunks are computed while a decode node is asked for room
+COMPUTED   its next token is known; the hand-over goes on
+HANDED     a decode node owns the request; blocks stay until that node has every piece
+FINISHED   the first token ended it
+FAILED     no hand-over: the worker plans again; the KV may be held for a next attempt here
+GIVEN_BACK drain
+The last four are records, kept until the worker's list no longer has them.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from common.errors import InvariantError
+from common.ids import Incarnation, PlanKey
+from common.protocol.messages import FinishReason, FirstToken, HandoverFailed, Job
+from common.state.handover_send import HandoverSender
+from common.state.table import Machine, Table
+
+
+class JobState(Enum):
+    """Where a job is."""
+
+    QUEUED = auto()
+    COMPUTING = auto()
+    COMPUTED = auto()
+    HANDED = auto()
+    FINISHED = auto()
+    FAILED = auto()
+    GIVEN_BACK = auto()
+
+
+class JobEvent(Enum):
+    """What moves a job. Leaving the table altogether (reaping, cancel) needs no row."""
+
+    START = auto()
+    PREFILLED = auto()
+    FINISH = auto()
+    HAND_OVER = auto()
+    FAIL = auto()
+    GIVE_BACK = auto()
+
+
+_S, _E = JobState, JobEvent
+_LIVE = (_S.QUEUED, _S.COMPUTING, _S.COMPUTED)
+JOB_TABLE = Table(
+    "job",
+    _S.QUEUED,
+    {
+        (_S.QUEUED, _E.START): _S.COMPUTING,
+        (_S.COMPUTING, _E.PREFILLED): _S.COMPUTED,
+        (_S.COMPUTING, _E.FINISH): _S.FINISHED,
+        (_S.COMPUTED, _E.FINISH): _S.FINISHED,
+        (_S.COMPUTED, _E.HAND_OVER): _S.HANDED,
+        **{(state, _E.FAIL): _S.FAILED for state in _LIVE},
+        **{(state, _E.GIVE_BACK): _S.GIVEN_BACK for state in _LIVE},
+        (_S.FAILED, _E.PREFILLED): _S.FAILED,
+        (_S.FAILED, _E.FAIL): _S.FAILED,
+    },
+)
+RECORDS = (_S.HANDED, _S.FINISHED, _S.FAILED, _S.GIVEN_BACK)
+
+
+@dataclass(slots=True)
+class PrefillJob:
+    """What the prefill leg knows of one attempt of one request."""
+
+    worker: Incarnation
+    job: Job
+    deadline: float
+    machine: Machine[JobState, JobEvent] = field(init=False)
+    seq_id: int | None = None
+    pin_seq: int | None = None
+    """The sequence that it had, while the transport may still read its blocks."""
+    sender: HandoverSender | None = None
+    first_token: FirstToken | None = None
+    finish: FinishReason | None = None
+    failure: HandoverFailed | None = None
+    cached_tokens: int = 0
+    num_blocks: int = 0
+    pinned: bool = False
+    delisted: bool = False
+    """The worker wants no more of it; it stays only until the transport is done with its blocks."""
+    until: float = 0.0
+    """Held KV, or source blocks of a hand-over that is not complete yet, are let go then."""
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(JOB_TABLE, f"{self.job.request_id[:8]}/{self.job.attempt}")
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """What the worker knows it by."""
+        return PlanKey(self.job.request_id, self.job.attempt)
+
+    @property
+    def state(self) -> JobState:
+        """The present state."""
+        return self.machine.state
+
+    @property
+    def is_record(self) -> bool:
+        """Ended here: kept only to be told again."""
+        return self.state in RECORDS
+
+    @property
+    def needs_handover(self) -> bool:
+        """False when the first token is the last one."""
+        return self.job.sampling.max_new_tokens - len(self.job.output_token_ids) > 1
+
+    @property
+    def ungranted(self) -> bool:
+        """Holds blocks, and no decode node has said yes."""
+        return self.seq_id is not None and self.num_blocks > 0 and not (self.sender is not None and self.sender.granted)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when state and parts disagree."""
+        if self.state in _LIVE and self.seq_id is None:
+            raise InvariantError(f"{self.plan_key} is {self.state.name} without a sequence")
+        if self.pinned != (self.sender is not None and self.sender.pieces_in_flight > 0):
+            raise InvariantError(f"{self.plan_key}: pinned is {self.pinned}, but pieces in flight say otherwise")
+        if self.sender is not None:
+            self.sender.check_invariants()

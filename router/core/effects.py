@@ -1,0 +1,26 @@
+"""What the router core asks of its shell beyond links and messages: tokens for a client, the end of a request."""
+
+from dataclasses import dataclass
+
+from common.ids import RequestId
+from common.state.actions import Action
+from router.api import EndEvent, TokensEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give the client new tokens."""
+
+    request_id: RequestId
+    event: TokensEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Give the client the one end of its request."""
+
+    request_id: RequestId
+    event: EndEvent
+
+
+Effect = Action | Deliver | Finish

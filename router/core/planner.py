@@ -1,0 +1,128 @@
+"""Turns links and loads into plans, and remembers what was booked and which pairs failed. Pure."""
+
+from dataclasses import dataclass, field
+
+from common.config.protocol import Timers
+from common.ids import Incarnation
+from common.protocol.messages import Candidate, Job
+from common.state.links import Link, LinkState, LinkTable
+from router.core.request import Plan, Request
+from router.policy.placement import DecodeView, PrefillView, choose
+
+
+@dataclass(slots=True)
+class Planner:
+    """Makes plans for requests and the Jobs that carry them."""
+
+    links: LinkTable
+    timers: Timers
+    plan_no: int = 0
+    """Highest number given out in this worker's life."""
+    _booked_tokens: dict[Incarnation, int] = field(default_factory=dict)
+    _booked_blocks: dict[Incarnation, int] = field(default_factory=dict)
+    _penalties: dict[tuple[Incarnation, Incarnation], float] = field(default_factory=dict)
+
+    def plan(self, request: Request, now: float) -> Plan | None:
+        """A new plan for the request, booked; None when no pair of nodes can be named."""
+        self._expire(now)
+        choice = choose(
+            self._prefills(request.model),
+            self._decodes(request.model),
+            avoid=self._penalties.keys(),
+            turn=self.plan_no,
+        )
+        if choice is None:
+            return None
+        self.plan_no += 1
+        self._book(request, choice.prefill, choice.decodes[0])
+        return Plan(self.plan_no, choice.prefill, tuple(self._candidate(peer) for peer in choice.decodes))
+
+    def job(self, request: Request, plan: Plan, now: float) -> Job:
+        """The Job of this plan; times are computed anew at each sending."""
+        return Job(
+            request_id=request.request_id,
+            attempt=request.attempt,
+            plan_no=plan.plan_no,
+            model=request.model,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids[:],
+            sampling=request.sampling,
+            priority=request.priority,
+            remaining_ms=max(0, int((request.deadline - now) * 1000)),
+            waited_ms=max(0, int((now - request.accepted_at) * 1000)),
+            candidates=plan.candidates,
+            times_preempted=request.times_preempted,
+        )
+
+    def serving_reason(self, model: str | None) -> str | None:
+        """None when a plan could be made now; else which side is missing."""
+        if not self._prefills(model):
+            return "no prefill node is alive"
+        if not self._decodes(model):
+            return "no decode node is alive"
+        return None
+
+    def least_waiting_tokens(self, model: str) -> int:
+        """Waiting prompt tokens of the least busy prefill node."""
+        return min((view.waiting_tokens for view in self._prefills(model)), default=0)
+
+    def penalise(self, prefill: Incarnation, decode: Incarnation, now: float) -> None:
+        """Avoid a pair that just failed."""
+        self._penalties[prefill, decode] = now + self.timers.pair_penalty_s
+
+    def on_status(self, peer: Incarnation) -> None:
+        """A fresh published load replaces what was booked on top of the old one."""
+        self._booked_tokens.pop(peer, None)
+        self._booked_blocks.pop(peer, None)
+
+    def forget(self, peer: Incarnation) -> None:
+        """A life has ended."""
+        self.on_status(peer)
+        self._penalties = {pair: until for pair, until in self._penalties.items() if peer not in pair}
+
+    def _expire(self, now: float) -> None:
+        self._penalties = {pair: until for pair, until in self._penalties.items() if until > now}
+
+    def _usable(self, role: str, model: str | None) -> list[Link]:
+        return [
+            link
+            for link in self.links.links.values()
+            if link.usable
+            and link.state is LinkState.ALIVE
+            and link.welcome is not None
+            and role in link.welcome.roles
+            and (model is None or link.welcome.model.name == model)
+        ]
+
+    def _prefills(self, model: str | None) -> list[PrefillView]:
+        views = []
+        for link in self._usable("prefill", model):
+            assert link.peer is not None
+            assert link.welcome is not None
+            published = link.status.load.waiting_tokens if link.status else 0
+            waiting = published + self._booked_tokens.get(link.peer, 0)
+            views.append(PrefillView(link.peer, link.welcome.name, waiting))
+        return views
+
+    def _decodes(self, model: str | None) -> list[DecodeView]:
+        views = []
+        for link in self._usable("decode", model):
+            assert link.peer is not None
+            assert link.welcome is not None
+            load = link.status.load if link.status else None
+            free = (load.free_blocks if load else 0) - self._booked_blocks.get(link.peer, 0)
+            views.append(DecodeView(link.peer, link.welcome.name, free, load.total_blocks if load else 0))
+        return views
+
+    def _candidate(self, peer: Incarnation) -> Candidate:
+        link = self.links.by_peer[peer]
+        assert link.welcome is not None
+        return Candidate(incarnation=peer, name=link.welcome.name, endpoint=link.endpoint)
+
+    def _book(self, request: Request, prefill: Incarnation, decode: Incarnation) -> None:
+        tokens = len(request.prompt_token_ids) + request.next_index
+        self._booked_tokens[prefill] = self._booked_tokens.get(prefill, 0) + tokens
+        status = self.links.by_peer[decode].status
+        block_size = max(1, status.load.block_size) if status else 1
+        blocks = -(-tokens // block_size)
+        self._booked_blocks[decode] = self._booked_blocks.get(decode, 0) + blocks

@@ -1,0 +1,100 @@
+"""One request at its worker: its plan, the tokens it holds, its attempts. Pure data with small rules; no messages."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from common.errors import InvariantError
+from common.ids import Incarnation, RequestId
+from common.protocol.messages import Candidate, FinishReason
+from common.sampling_params import SamplingParams
+from common.state.table import Machine
+from router.core.table import REQUEST_TABLE, RequestEvent, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which nodes an attempt names."""
+
+    plan_no: int
+    prefill: Incarnation
+    candidates: tuple[Candidate, ...]
+
+    def names(self, node: Incarnation) -> bool:
+        """Whether the node is one of the plan's decode candidates."""
+        return any(candidate.incarnation == node for candidate in self.candidates)
+
+
+@dataclass(slots=True)
+class Request:
+    """Everything a worker knows of one request."""
+
+    request_id: RequestId
+    model: str
+    prompt_token_ids: "array[int]"
+    sampling: SamplingParams
+    priority: int
+    accepted_at: float
+    deadline: float
+    machine: Machine[RequestState, RequestEvent]
+    output_token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    """What the worker holds, sent on to the client or not."""
+    attempt: int = 0
+    losses: int = 0
+    crashes: int = 0
+    setbacks: int = 0
+    """Refusals and preemptions in a row: they cost no attempt, but are spaced by a backoff."""
+    times_preempted: int = 0
+    not_before: float = 0.0
+    plan: Plan | None = None
+    decode: Incarnation | None = None
+    resend: bool = False
+    cached_tokens: int = 0
+    finish: FinishReason | None = None
+    finish_count: int | None = None
+    """Number of output tokens at which the finish applies."""
+    prefill_name: str = ""
+    decode_name: str = ""
+
+    @classmethod
+    def new(
+        cls,
+        request_id: RequestId,
+        model: str,
+        prompt_token_ids: "array[int]",
+        sampling: SamplingParams,
+        priority: int,
+        now: float,
+        timeout_s: float,
+    ) -> "Request":
+        """A request just accepted."""
+        machine = Machine(REQUEST_TABLE, request_id[:8])
+        return cls(request_id, model, prompt_token_ids, sampling, priority, now, now + timeout_s, machine)
+
+    @property
+    def state(self) -> RequestState:
+        """The present state."""
+        return self.machine.state
+
+    @property
+    def next_index(self) -> int:
+        """The first output index that is not held."""
+        return len(self.output_token_ids)
+
+    def take(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Add what is new of a chunk. Returns the new ids, () when all are known, None when there is a gap before."""
+        known = self.next_index - first_index
+        if known < 0:
+            return None
+        fresh = token_ids[known:]
+        self.output_token_ids.extend(fresh)
+        return fresh
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when state and plan disagree."""
+        placed = self.state in (RequestState.PLACED, RequestState.HANDED)
+        if placed and self.plan is None:
+            raise InvariantError(f"request {self.request_id} is {self.state.name} without a plan")
+        if (self.state is RequestState.HANDED) != (self.decode is not None):
+            raise InvariantError(f"request {self.request_id} is {self.state.name} with decode {self.decode}")
+        if self.next_index > self.sampling.max_new_tokens:
+            raise InvariantError(f"request {self.request_id} holds more tokens than it may")

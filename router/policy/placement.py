@@ -1,0 +1,80 @@
+"""Which nodes a request goes to: published loads plus what this worker has in flight. Pure; knows no messages.
+
+Least waiting prompt tokens for the prefill node, most free blocks for the decode candidates. A pair that failed a
+moment ago is avoided while there is another one. Ties go to the name, turned by the request's plan number, so that
+workers with equal knowledge do not all choose the same node.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from common.ids import Incarnation
+
+MAX_CANDIDATES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillView:
+    """A prefill node that may get work."""
+
+    incarnation: Incarnation
+    name: str
+    waiting_tokens: int
+    """Published, plus what this worker booked since."""
+    suspect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeView:
+    """A decode node that may get work."""
+
+    incarnation: Incarnation
+    name: str
+    free_blocks: int
+    """Published, less what this worker booked since."""
+    total_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A prefill node and up to three decode candidates, best first."""
+
+    prefill: Incarnation
+    decodes: tuple[Incarnation, ...]
+
+
+def choose(
+    prefills: Sequence[PrefillView],
+    decodes: Sequence[DecodeView],
+    *,
+    avoid: Collection[tuple[Incarnation, Incarnation]] = (),
+    turn: int = 0,
+) -> Choice | None:
+    """The best pair and its alternatives; None when one side has no node."""
+    if not prefills or not decodes:
+        return None
+    offset = {view.incarnation: (index + turn) % len(prefills) for index, view in enumerate(prefills)}
+    ranked = sorted(prefills, key=lambda view: (view.waiting_tokens, offset[view.incarnation]))
+    fallback: Choice | None = None
+    for prefill in ranked:
+        order = _rank_decodes(decodes, prefill.incarnation, avoid, turn)
+        choice = Choice(prefill.incarnation, tuple(view.incarnation for view in order[:MAX_CANDIDATES]))
+        if (prefill.incarnation, choice.decodes[0]) not in avoid:
+            return choice
+        fallback = fallback or choice
+    return fallback
+
+
+def _rank_decodes(
+    decodes: Sequence[DecodeView],
+    prefill: Incarnation,
+    avoid: Collection[tuple[Incarnation, Incarnation]],
+    turn: int,
+) -> list[DecodeView]:
+    offset = {view.incarnation: (index + turn) % len(decodes) for index, view in enumerate(decodes)}
+
+    def rank(view: DecodeView) -> tuple[bool, float, int]:
+        used = 1.0 - view.free_blocks / max(1, view.total_blocks)
+        return ((prefill, view.incarnation) in avoid, used, offset[view.incarnation])
+
+    return sorted(decodes, key=rank)
