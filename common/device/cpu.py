@@ -1,0 +1,83 @@
+"""The CPU as a device: threads, memory, and a cache layout that decoding reads in whole blocks per kv head."""
+
+import psutil
+import torch
+from torch import Tensor
+
+from common.device.base import KvTensorSpec
+from common.device.cpu_ops import CpuOps
+
+
+class CpuDevice:
+    """Implements `common.device.base.Device`.
+
+    A cache tensor of shape_per_token (heads, D) lies as [num_blocks, heads, block_size, D]; any other shape as
+    [num_blocks, block_size, *shape_per_token]. The number of dimensions tells which.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int = 0) -> None:
+        """`threads`: for matmuls of the engine thread; 0 leaves torch's own default."""
+        if threads < 0:
+            raise ValueError(f"threads must not be negative, got {threads}")
+        self.threads = threads
+        self.torch_device = torch.device("cpu")
+        self.ops = CpuOps()
+
+    def activate_thread(self) -> None:
+        """Sets the calling thread's number of compute threads: OpenMP keeps it per thread."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+
+    def memory_info(self) -> tuple[int, int]:
+        """(available, total) bytes of main memory."""
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def allocate_layer_cache(
+        self, specs: tuple[KvTensorSpec, ...], num_blocks: int, block_size: int
+    ) -> tuple[Tensor, ...]:
+        """Zeroed cache tensors; the system gives the memory when it is first written."""
+        return tuple(
+            torch.zeros(_physical_shape(spec.shape_per_token, num_blocks, block_size), dtype=spec.dtype)
+            for spec in specs
+        )
+
+    def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:
+        """[len(block_ids), block_size, *shape_per_token]; a copy, perhaps not contiguous."""
+        blocks = cache.index_select(0, block_ids.long())
+        return blocks.transpose(1, 2) if _by_head(cache) else blocks
+
+    def write_tokens(self, cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        """Put tokens [n, *shape_per_token] at `slots` [n] (block * block_size + offset)."""
+        slots = slots.long()
+        if not _by_head(cache):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, tokens.to(cache.dtype))
+            return
+        _, heads, block_size, size = cache.shape
+        blocks, offsets = slots // block_size, slots % block_size
+        rows = (blocks[:, None] * heads + torch.arange(heads)) * block_size + offsets[:, None]
+        cache.view(-1, size).index_copy_(0, rows.reshape(-1), tokens.to(cache.dtype).reshape(-1, size))
+
+    def supported_block_size(self, wanted: int) -> int:
+        """Any block size is fine."""
+        return wanted
+
+    def pinned_empty(self, num_bytes: int) -> Tensor:
+        """Plain memory: there is nothing to copy to."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def synchronize(self) -> None:
+        """Ops are done when they return."""
+
+
+def _by_head(cache: Tensor) -> bool:
+    return cache.dim() == 4
+
+
+def _physical_shape(shape_per_token: tuple[int, ...], num_blocks: int, block_size: int) -> tuple[int, ...]:
+    if len(shape_per_token) == 2:
+        heads, size = shape_per_token
+        return (num_blocks, heads, block_size, size)
+    return (num_blocks, block_size, *shape_per_token)

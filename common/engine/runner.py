@@ -1,0 +1,72 @@
+"""Runs one step of the model: what the scheduler planned goes in, tokens come out. Decides nothing about order."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from common.device.base import Device
+from common.engine.batch import Batch, make_batch
+from common.engine.kv_cache import KvCache
+from common.engine.sampler import Sampler
+from common.models.causal_lm import CausalLM
+from common.scheduling.step import StepPlan, StepResult
+
+LayersDone = Callable[[int], None]
+
+
+class ModelRunner:
+    """One model, one cache, one sampler on one device. Used by one thread, which has called device.activate_thread."""
+
+    def __init__(self, model: CausalLM, kv_cache: KvCache, sampler: Sampler, device: Device) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._sampler = sampler
+        self._device = device
+
+    def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
+        """Compute the plan's tokens, write their KV, draw where asked.
+
+        With plan.report_layers, on_layers_done(1), (2), ... is called in this thread, each time when the KV of that
+        many layers is complete in the cache. Logits that are not finite fail their own sequence only.
+        """
+        started = time.perf_counter()
+        for seq_id in plan.finished:
+            self._sampler.drop(seq_id)
+        for new in plan.new:
+            self._sampler.add(new.seq_id, new.token_ids, new.sampling)
+        if not plan.scheduled:
+            return StepResult(plan.step_id, duration_s=time.perf_counter() - started)
+        with torch.inference_mode():
+            batch = make_batch(plan.scheduled, self._kv_cache.block_size, self._device.torch_device)
+            result = self._step(batch, on_layers_done if plan.report_layers else None)
+        sampled, failed = result
+        return StepResult(plan.step_id, sampled, failed, time.perf_counter() - started)
+
+    def check_invariants(self) -> None:
+        """Those of the cache and the sampler."""
+        self._kv_cache.check_invariants()
+        self._sampler.check_invariants()
+
+    def _step(self, batch: Batch, on_layers_done: LayersDone | None) -> tuple[dict[int, int], dict[int, str]]:
+        hidden = self._model.forward(
+            batch.token_ids, batch.positions, self._kv_cache.layers, batch.meta, self._reporter(on_layers_done)
+        )
+        if not batch.sampled_ids:
+            self._device.synchronize()
+            return {}, {}
+        if len(batch.sampled_ids) < hidden.shape[0]:
+            hidden = hidden.index_select(0, batch.sampled_rows)
+        drawn = self._sampler.sample(batch.sampled_ids, batch.sampled_positions, self._model.logits(hidden))
+        return drawn.sampled, drawn.failed
+
+    def _reporter(self, on_layers_done: LayersDone | None) -> LayersDone | None:
+        """Wait for the device before saying that a layer is done: what is reported may be read at once."""
+        if on_layers_done is None:
+            return None
+
+        def report(layers_done: int) -> None:
+            self._device.synchronize()
+            on_layers_done(layers_done)
+
+        return report

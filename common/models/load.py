@@ -1,0 +1,132 @@
+"""From a path to a model on a device: a HuggingFace directory or a GGUF file. The one place that reads checkpoints."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tqdm import tqdm
+
+from common.device.base import Device, KvTensorSpec
+from common.errors import ModelLoadError
+from common.model_info import ModelInfo
+from common.models.causal_lm import CausalLM
+from common.models.config import ModelConfig
+from common.models.gguf_config import read_gguf_config
+from common.models.hf_config import read_hf_config
+from common.models.identity import model_identity
+from common.models.registry import model_class
+from common.models.weights import TrackedWeights, WeightSource
+from common.models.weights_gguf import GgufWeights
+from common.models.weights_hf import HfWeights, safetensors_files
+from common.tokenizer.gguf_header import read_gguf_header
+
+DtypeName = Literal["float32", "bfloat16"]
+_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and what the rest of the node needs to know about it."""
+
+    model: CausalLM
+    config: ModelConfig
+    info: ModelInfo
+    identity: str
+    """Equal on every host with the same files; the dtype it runs in is not part of it."""
+    dtype: torch.dtype
+
+    @property
+    def kv_specs(self) -> tuple[KvTensorSpec, ...]:
+        """One layer's cache tensors."""
+        return self.model.kv_specs
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    config: ModelConfig
+    files: tuple[Path, ...]
+    weights: GgufWeights | HfWeights
+    tokenizer_path: str
+
+
+def load_model(
+    path: Path,
+    *,
+    device: Device,
+    dtype: DtypeName | None = None,
+    max_model_len: int | None = None,
+    model_name: str | None = None,
+    progress: bool = True,
+) -> LoadedModel:
+    """Load, convert and pack a checkpoint.
+
+    `dtype`: None takes the checkpoint's own, bfloat16 for GGUF. `max_model_len`: None takes the model's own limit.
+    `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. Raises ModelLoadError.
+    """
+    checkpoint = _open(path)
+    config = checkpoint.config
+    family = model_class(config.architecture)
+    torch_dtype = _resolve_dtype(config, dtype)
+    length = _resolve_length(config, max_model_len)
+    name = model_name or path.resolve().stem
+    with checkpoint.weights as source, _progress(source, name, progress) as tick:
+        weights = TrackedWeights(source, tick)
+        model = family.load(config, weights, device, torch_dtype)
+        weights.refuse_rest()
+    info = ModelInfo(
+        name=name,
+        vocab_size=config.vocab_size,
+        max_model_len=length,
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        default_top_k=config.default_top_k,
+        default_do_sample=config.default_do_sample,
+        tokenizer_path=checkpoint.tokenizer_path,
+    )
+    return LoadedModel(model, config, info, model_identity(config, checkpoint.files), torch_dtype)
+
+
+def _open(path: Path) -> _Checkpoint:
+    if path.is_dir():
+        config = read_hf_config(path)
+        tokenizer = path.resolve() if (path / "tokenizer.json").exists() else ""
+        return _Checkpoint(config, safetensors_files(path), HfWeights(path), str(tokenizer))
+    if path.is_file():
+        header = read_gguf_header(path)
+        config = read_gguf_config(header)
+        return _Checkpoint(config, (path,), GgufWeights(path, header, config), str(path.resolve()))
+    raise ModelLoadError(f"{path} is neither a directory nor a GGUF file")
+
+
+def _resolve_dtype(config: ModelConfig, wanted: str | None) -> torch.dtype:
+    name = wanted or config.checkpoint_dtype
+    if name not in _DTYPES:
+        raise ModelLoadError(f"dtype {name} is not supported; give float32 or bfloat16")
+    return _DTYPES[name]
+
+
+def _resolve_length(config: ModelConfig, wanted: int | None) -> int:
+    if wanted is None:
+        return config.max_position_embeddings
+    if not 1 <= wanted <= config.max_position_embeddings:
+        raise ModelLoadError(
+            f"max_model_len {wanted} is not in 1 to {config.max_position_embeddings}, the model's limit"
+        )
+    return wanted
+
+
+@contextmanager
+def _progress(source: WeightSource, name: str, shown: bool) -> Iterator[Callable[[], None]]:
+    """A callable to be called once for each tensor that was taken."""
+    with tqdm(
+        total=len(source.names()), desc=f"loading {name}", unit="tensor", disable=not shown, file=sys.stderr
+    ) as bar:
+
+        def tick() -> None:
+            bar.update(1)
+
+        yield tick

@@ -1,0 +1,56 @@
+"""Where weights come from, as a type, and the bookkeeping that no weight is left over. Names are HuggingFace's."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from common.errors import ModelLoadError
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""GGUF files of Llama 3.1 and later carry the stretching of the rotary frequencies as this tensor."""
+
+
+class WeightSource(Protocol):
+    """A checkpoint's tensors by HuggingFace name."""
+
+    def names(self) -> frozenset[str]:
+        """Every tensor that is there."""
+        ...
+
+    def get(self, name: str) -> Tensor:
+        """The tensor on the host, in the checkpoint's dtype. Raises ModelLoadError when it is missing."""
+        ...
+
+
+class TrackedWeights:
+    """A source that knows what was taken. What remains means that the model is not what we took it for."""
+
+    def __init__(self, source: WeightSource, on_taken: Callable[[], None]) -> None:
+        self._source = source
+        self._left = set(source.names())
+        self._on_taken = on_taken
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has this tensor."""
+        return name in self._source.names()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor, checked for its shape."""
+        if not self.has(name):
+            raise ModelLoadError(f"the checkpoint has no tensor {name}")
+        tensor = self._source.get(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(f"tensor {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
+        self.skip(name)
+        self._on_taken()
+        return tensor
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as taken without reading it: a copy of something that was read or can be computed."""
+        self._left.discard(name)
+
+    def refuse_rest(self) -> None:
+        """Raises ModelLoadError when a tensor was not taken."""
+        if self._left:
+            raise ModelLoadError(f"{len(self._left)} tensors are not supported, the first is {min(self._left)}")

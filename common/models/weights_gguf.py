@@ -1,0 +1,110 @@
+"""Weights of a GGUF file, dequantised and renamed to HuggingFace's names, with q and k rows put back in order."""
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, dequantize
+from gguf.constants import GGML_QUANT_SIZES
+from torch import Tensor
+
+from common.errors import ModelLoadError
+from common.models.config import ModelConfig
+from common.models.weights import ROPE_FACTORS
+from common.tokenizer.gguf_header import GgufHeader, GgufTensor
+
+_WHOLE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+    ROPE_FACTORS: ROPE_FACTORS,
+}
+_PER_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+
+
+class GgufWeights:
+    """Implements WeightSource; a context manager, since it maps the file. Tensors come as float32."""
+
+    def __init__(self, path: Path, header: GgufHeader, config: ModelConfig) -> None:
+        self._path = path
+        self._tensors = {_hf_name(tensor.name): tensor for tensor in header.tensors}
+        self._heads: Mapping[str, int] = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        self._data: mmap.mmap | None = None
+
+    def __enter__(self) -> Self:
+        with self._path.open("rb") as file:
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._data is not None:
+            self._data.close()
+            self._data = None
+
+    def names(self) -> frozenset[str]:
+        """Every tensor, by HuggingFace name."""
+        return frozenset(self._tensors)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor as float32, rows of q and k in HuggingFace's order."""
+        values = self._read(self._tensors[name])
+        projection = name.rsplit(".", 2)[-2] if name.count(".") >= 2 else ""
+        if projection in self._heads:
+            values = _in_half_split_order(values, self._heads[projection])
+        return torch.from_numpy(np.ascontiguousarray(values))
+
+    def _read(self, tensor: GgufTensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+        """Dequantised, in rows: GGUF's shape reversed. The result shares nothing with the file."""
+        if self._data is None:
+            raise ModelLoadError(f"{self._path} is not open")
+        try:
+            kind = GGMLQuantizationType(tensor.ggml_type)
+            per_block, block_bytes = GGML_QUANT_SIZES[kind]
+            shape = tensor.shape[::-1]
+            row_bytes = shape[-1] // per_block * block_bytes
+            count = row_bytes * int(np.prod(shape[:-1], dtype=np.int64))
+            raw = self._data[tensor.offset : tensor.offset + count]
+            if len(raw) != count:
+                raise ValueError("the file ends too early")
+            blocks = np.frombuffer(raw, np.uint8).reshape(*shape[:-1], row_bytes)
+            typed = blocks.view(_PLAIN_TYPES[kind]) if kind in _PLAIN_TYPES else blocks
+            return dequantize(typed, kind).astype(np.float32, copy=True).reshape(shape)
+        except (ValueError, KeyError, NotImplementedError) as error:
+            raise ModelLoadError(f"tensor {tensor.name} of {self._path} cannot be read: {error}") from error
+
+
+_PLAIN_TYPES = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
+
+
+def _in_half_split_order(
+    values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", heads: int
+) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+    """Undo the row order for interleaved rotary pairs that llama.cpp's converter applies: (2 j, 2 j + 1) -> halves."""
+    rows = values.shape[0]
+    return values.reshape(heads, rows // heads // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _hf_name(name: str) -> str:
+    """HuggingFace's name; an unknown one stays as it is and is refused as left over."""
+    if name in _WHOLE:
+        return _WHOLE[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _PER_LAYER:
+        return f"model.layers.{parts[1]}.{_PER_LAYER[parts[2]]}.{parts[3]}"
+    return name

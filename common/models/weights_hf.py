@@ -1,0 +1,68 @@
+"""Weights of a HuggingFace directory: model.safetensors, or shards with an index. Maps files, copies nothing."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.errors import ModelLoadError
+from common.models.hf_config import read_json
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+def safetensors_files(directory: Path) -> tuple[Path, ...]:
+    """The checkpoint's files, sorted by name. Raises ModelLoadError when there are none or one is missing."""
+    if (directory / _INDEX).exists():
+        files = tuple(directory / name for name in sorted(set(_weight_map(directory).values())))
+    else:
+        files = (directory / _SINGLE,)
+    for file in files:
+        if not file.is_file():
+            raise ModelLoadError(f"{file.name} is missing in {directory}")
+    return files
+
+
+class HfWeights:
+    """Implements WeightSource; a context manager, since it holds mapped files open."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._stack = ExitStack()
+        self._file_of: dict[str, safe_open] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            for path in safetensors_files(self._directory):
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._file_of.update(dict.fromkeys(file.keys(), file))
+        except (OSError, SafetensorError) as error:
+            self._stack.close()
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file_of.clear()
+        self._stack.close()
+
+    def names(self) -> frozenset[str]:
+        """Every tensor of every shard."""
+        return frozenset(self._file_of)
+
+    def get(self, name: str) -> Tensor:
+        """The tensor on the host, in its own dtype."""
+        tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        return tensor
+
+
+def _weight_map(directory: Path) -> dict[str, str]:
+    mapping = read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(name, str) and "/" not in name for name in mapping.values()):
+        raise ModelLoadError(f"{_INDEX} has no weight_map of file names")
+    return mapping

@@ -1,0 +1,111 @@
+"""A plain stand-in for a scheduler: drives a ModelRunner with chunks and ragged batches, blocks handed out at random."""
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from common.device.base import Device
+from common.device.cpu import CpuDevice
+from common.engine.kv_cache import KvCache
+from common.engine.runner import ModelRunner
+from common.engine.sampler import Sampler
+from common.models.load import LoadedModel
+from common.sampling_params import SamplingParams
+from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+
+GREEDY = SamplingParams(max_new_tokens=1)
+
+
+@dataclass
+class Sequence:
+    """One sequence under way: its ids, and how many of them are in the cache."""
+
+    seq_id: int
+    ids: list[int]
+    sampling: SamplingParams
+    prompt_length: int
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    failed: str | None = None
+
+    @property
+    def output(self) -> list[int]:
+        return self.ids[self.prompt_length :]
+
+
+class EngineDriver:
+    """A runner with a cache of its own. Every `step` computes the chunks it is told and draws where a prompt ends."""
+
+    def __init__(
+        self, loaded: LoadedModel, device: Device | None = None, blocks: int = 256, block_size: int = 4
+    ) -> None:
+        device = device or CpuDevice()
+        self.cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
+        self.sampler = Sampler(loaded.config.vocab_size)
+        self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device)
+        self._free = list(range(blocks))
+        random.Random(5).shuffle(self._free)
+        self._seq_ids, self._step_ids = count(1), count(1)
+        self._new: list[NewSequence] = []
+        self._finished: list[int] = []
+
+    def add(self, prompt: list[int], sampling: SamplingParams = GREEDY, prompt_length: int | None = None) -> Sequence:
+        sequence = Sequence(next(self._seq_ids), list(prompt), sampling, prompt_length or len(prompt))
+        self._new.append(NewSequence(sequence.seq_id, array("I", prompt), sampling))
+        return sequence
+
+    def share_prefix(self, source: Sequence, target: Sequence, blocks: int) -> None:
+        """Let target start on source's first whole blocks, as a prefix cache does."""
+        target.blocks = source.blocks[:blocks]
+        target.computed = blocks * self.cache.block_size
+
+    def reserve(self, sequence: Sequence, tokens: int) -> None:
+        while len(sequence.blocks) * self.cache.block_size < tokens:
+            sequence.blocks.append(self._free.pop())
+
+    def finish(self, sequence: Sequence) -> None:
+        self._finished.append(sequence.seq_id)
+        self._free.extend(sequence.blocks)
+        sequence.blocks = []
+
+    def step(self, work: list[tuple[Sequence, int]], on_layers_done: Callable[[int], None] | None = None) -> StepResult:
+        """(sequence, most tokens to compute) pairs in one batch."""
+        scheduled = []
+        for sequence, most in work:
+            chunk = sequence.ids[sequence.computed : sequence.computed + most]
+            end = sequence.computed + len(chunk)
+            self.reserve(sequence, end)
+            sample = end == len(sequence.ids)
+            scheduled.append(
+                ScheduledSequence(
+                    sequence.seq_id,
+                    array("I", chunk),
+                    sequence.computed,
+                    tuple(sequence.blocks),
+                    sample,
+                    end if sample else -1,
+                )
+            )
+            sequence.computed = end
+        plan = StepPlan(
+            next(self._step_ids),
+            tuple(scheduled),
+            tuple(self._new),
+            tuple(self._finished),
+            report_layers=on_layers_done is not None,
+        )
+        self._new, self._finished = [], []
+        result = self.runner.execute(plan, on_layers_done)
+        for sequence, _ in work:
+            if sequence.seq_id in result.sampled:
+                sequence.ids.append(result.sampled[sequence.seq_id])
+            sequence.failed = result.failed.get(sequence.seq_id, sequence.failed)
+        self.runner.check_invariants()
+        return result
+
+    def generate(self, sequences: list[Sequence], new_tokens: int, chunk: int = 1 << 30) -> None:
+        """All of them together, each in chunks of at most `chunk`, until each has its output tokens."""
+        while work := [(s, chunk) for s in sequences if len(s.output) < new_tokens and s.failed is None]:
+            self.step(work)

@@ -1,0 +1,56 @@
+"""Small random Llama checkpoints on disk, and reference tokens from transformers."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+BASE: dict[str, object] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    # Wide random weights: logits that differ clearly, so that the arg-max does not hang on the last bit.
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make_checkpoint(directory: Path, max_shard_size: str = "1GB", **changes: object) -> LlamaForCausalLM:
+    """Save a random model (seeded) as a HuggingFace directory; returns it, in float32, as the reference."""
+    torch.manual_seed(20)
+    config = LlamaConfig(**{**BASE, **changes})
+    model = LlamaForCausalLM(config).float().eval()
+    with torch.no_grad():
+        # Biases and norms start as zeros and ones, which would hide that they are used.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model
+
+
+def reference_tokens(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation by transformers' own generate."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+    )
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def random_prompt(seed: int, length: int, vocab_size: int = 199) -> list[int]:
+    """Ids from a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (length,), generator=generator).tolist()

@@ -1,0 +1,96 @@
+"""Greedy tokens of small random Llama checkpoints equal those of transformers, for every variation of the family."""
+
+from pathlib import Path
+
+import pytest
+
+from common.device.cpu import CpuDevice
+from common.models.load import load_model
+from tests.support.engine_driver import EngineDriver
+from tests.support.tiny_llama import make_checkpoint, random_prompt, reference_tokens
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+VARIATIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "one_kv_head": {"num_key_value_heads": 1},
+    "no_groups": {"num_key_value_heads": 6},
+    "tied": {"tie_word_embeddings": True},
+    "wide_heads": {"head_dim": 20},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    "linear": {"rope_parameters": LINEAR},
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
+}
+LENGTHS = (1, 2, 9, 40, 83)
+NEW_TOKENS = 12
+
+
+@pytest.mark.parametrize("name", VARIATIONS)
+@pytest.mark.parametrize("chunk", [7, 1 << 30])
+def test_greedy_tokens_equal_transformers(name: str, chunk: int, tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path, **VARIATIONS[name])
+    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(), progress=False))
+    prompts = [random_prompt(length, length) for length in LENGTHS]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.generate(sequences, NEW_TOKENS, chunk)
+    wanted = [reference_tokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
+    assert [sequence.output for sequence in sequences] == wanted
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted), "the reference says the same whatever it is asked"
+
+
+def test_shards_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
+    whole, shards = tmp_path / "whole", tmp_path / "shards"
+    make_checkpoint(whole)
+    make_checkpoint(shards, max_shard_size="60KB")
+    assert len(list(shards.glob("*.safetensors"))) > 1
+    outputs = []
+    for path in (whole, shards):
+        driver = EngineDriver(load_model(path, device=CpuDevice(), progress=False))
+        sequence = driver.add(random_prompt(3, 20))
+        driver.generate([sequence], NEW_TOKENS)
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1]
+
+
+def test_settings_before_transformers_5_are_read_alike(tmp_path: Path) -> None:
+    """`rope_scaling` with `rope_theta` beside it, and `torch_dtype`, say the same as the newer names."""
+    import orjson
+
+    reference = make_checkpoint(tmp_path, rope_parameters=LLAMA3)
+    path = tmp_path / "config.json"
+    config = orjson.loads(path.read_bytes())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = rope
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_bytes(orjson.dumps(config))
+    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(), progress=False))
+    prompt = random_prompt(4, 50)
+    sequence = driver.add(prompt)
+    driver.generate([sequence], NEW_TOKENS)
+    assert sequence.output == reference_tokens(reference, prompt, NEW_TOKENS)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    """The first token of the 16-bit run is among the best of the 32-bit reference."""
+    import torch
+
+    reference = make_checkpoint(tmp_path, initializer_range=0.1)
+    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(), dtype="bfloat16", progress=False))
+    prompts = [random_prompt(seed, 30) for seed in range(5)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.generate(sequences, 1, chunk=11)
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt])).logits[0, -1]
+        assert logits.max() - logits[sequence.output[0]] < 0.05 * (logits.max() - logits.min())
