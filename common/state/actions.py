@@ -38,6 +38,13 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetLink:
+    """The life at this endpoint has ended: drop what still waits for it, and try to connect anew."""
+
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True)
 class BindPeer:
     """From now on this process life is reached over the link to this endpoint."""
 
@@ -114,6 +121,6 @@ class ExitProcess:
 
 
 Action = (
-    Send | SendHello | OpenLink | CloseLink | BindPeer | Probe | RunStep | SendPiece | StopPieces | OpenKv | CloseKv
+    Send | SendHello | OpenLink | CloseLink | ResetLink | BindPeer | Probe | RunStep | SendPiece | StopPieces | OpenKv | CloseKv
     | ExpectPieces | ForgetPieces | ExitProcess
 )  # fmt: skip

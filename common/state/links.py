@@ -12,7 +12,7 @@ from common.config.protocol import Timers
 from common.errors import InvariantError
 from common.ids import Incarnation
 from common.protocol.messages import Hello, HelloRefused, Status, Welcome
-from common.state.actions import Action, BindPeer, CloseLink, OpenLink, Probe, SendHello
+from common.state.actions import Action, BindPeer, CloseLink, OpenLink, Probe, ResetLink, SendHello
 from common.state.table import Machine, Table
 
 FORGET_AFTER_S = 60.0
@@ -90,6 +90,7 @@ class Link:
     link_seq: int = 0
     """Highest Tokens number seen."""
     probing: bool = False
+    needs_reset: bool = False
 
     @property
     def state(self) -> LinkState:
@@ -254,11 +255,14 @@ class LinkTable:
 
     def _say_hello(self, link: Link, now: float) -> list[Action]:
         link.last_hello = now
-        return [SendHello(link.endpoint, self.hello)]
+        reset: list[Action] = [ResetLink(link.endpoint)] if link.needs_reset else []
+        link.needs_reset = False
+        return [*reset, SendHello(link.endpoint, self.hello)]
 
     def _lose(self, link: Link, now: float) -> None:
         link.machine.move(LinkEvent.LOST, now)
         link.dead_since = now
+        link.needs_reset = True
         if link.peer is not None:
             self.by_peer.pop(link.peer, None)
             self._lost.append(link.peer)
