@@ -76,6 +76,9 @@ class TokenStream(Protocol):
         ...
 
 
+NodeState = Literal["alive", "suspect", "dead", "connecting", "draining", "refused"]
+
+
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
     """One node as this worker sees it."""
@@ -83,7 +86,7 @@ class NodeStatus:
     name: str
     roles: tuple[str, ...]
     model: str
-    state: Literal["alive", "suspect", "dead", "connecting", "draining", "refused"]
+    state: NodeState
     detail: str = ""
 
 

@@ -1,0 +1,228 @@
+"""The router worker's shell: performs what the core decides, in one asyncio loop. Implements `router.api.TokenService`.
+
+Started after the fork, in the worker's own loop: its incarnation, sockets and context are nobody else's.
+"""
+
+import asyncio
+import logging
+import random
+from contextlib import suppress
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.config.protocol import Limits, Timers
+from common.ids import RequestId, new_incarnation
+from common.model_info import ModelInfo
+from common.protocol.messages import Announce, Envelope
+from common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
+from common.state.events import Announced, Event, Tick
+from common.state.links import LinkState
+from common.transport.announce import AnnouncementListener
+from common.transport.async_receiver import AsyncReceiver
+from common.transport.context import TransportContext
+from router.api import GenerateRequest, NodeState, NodeStatus, ServiceCounts, TokenStream
+from router.core.core import RouterCore
+from router.core.effects import Deliver, Effect, Finish
+from router.core.table import RequestState
+from router.links import WorkerLinks
+from router.stream import QueuedStream
+
+TICK_S = 0.05
+LAST_WORD_S = 0.05
+"""Given to ZeroMQ to put the last lists on the wire. Losing them only means that nodes wait for the silence."""
+_STATE_NAMES: dict[LinkState, NodeState] = {
+    LinkState.CONNECTING: "connecting",
+    LinkState.ALIVE: "alive",
+    LinkState.SUSPECT: "suspect",
+    LinkState.DEAD: "dead",
+    LinkState.REFUSED: "refused",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """What a worker's service is started with."""
+
+    name: str
+    timers: Timers
+    limits: Limits
+    static_nodes: tuple[str, ...] = ()
+    announcements: str = ""
+    """The endpoint of this host's proxy for workers; empty: static nodes only."""
+
+
+class RouterService:
+    """One worker's requests and links. `start`, then any number of `submit`, then `stop`."""
+
+    def __init__(self, settings: ServiceSettings, clock: Clock, context: TransportContext, log: logging.Logger) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._context = context
+        self._log = log
+        self._core = RouterCore(settings.name, settings.timers, settings.limits, random.Random())
+        self._links: WorkerLinks | None = None
+        self._listener: AnnouncementListener | None = None
+        self._announcements: AsyncReceiver[Envelope] | None = None
+        self._streams: dict[RequestId, QueuedStream] = {}
+        self._ticker: asyncio.Task[None] | None = None
+
+    # -- life
+
+    async def start(self) -> None:
+        """Draw the incarnation, open the sockets, begin to tick."""
+        own = new_incarnation()
+        self._links = WorkerLinks(self._context, own, self._settings.limits, self.on_event, self._log)
+        for endpoint in self._settings.static_nodes:
+            self._perform(self._core.add_static(endpoint, self._clock.now()))
+        if self._settings.announcements:
+            self._listen(self._settings.announcements)
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    def _listen(self, endpoint: str) -> None:
+        self._listener = AnnouncementListener(self._context, self._settings.limits)
+        self._listener.connect(endpoint)
+        receiver = AsyncReceiver(
+            asyncio.get_running_loop(),
+            self._listener,
+            self._on_announcement,
+        )
+        receiver.open()
+        self._announcements = receiver
+
+    def _on_announcement(self, envelope: Envelope) -> None:
+        if isinstance(envelope.message, Announce):
+            self.on_event(Announced(envelope.sender, envelope.message))
+
+    def drain(self) -> None:
+        """Take nothing new; streams go on."""
+        self._perform(self._core.drain(self._clock.now()))
+
+    async def drained(self) -> None:
+        """Wait until no request is left."""
+        while not self._core.is_quiescent():
+            await asyncio.sleep(TICK_S)
+
+    async def stop(self) -> None:
+        """End what is left, tell the nodes that nothing is wanted any more, close everything."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._ticker
+        self._perform(self._core.close(self._clock.now()))
+        await asyncio.sleep(LAST_WORD_S)
+        if self._announcements is not None:
+            self._announcements.close()
+        if self._listener is not None:
+            self._listener.close()
+        if self._links is not None:
+            await self._links.close_all()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.on_event(Tick())
+            if self._links is not None:
+                self._links.flush()
+
+    # -- what the HTTP layer asks
+
+    def model(self, name: str) -> ModelInfo | None:
+        """A model that was ever known; None: 404."""
+        return self._core.models.get(name)
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """All models ever known."""
+        return tuple(self._core.models.values())
+
+    def not_ready_reason(self, model: str | None = None) -> str | None:
+        """None when a request would be served now."""
+        return self._core.not_ready_reason(model)
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Take a request on. Raises OverloadedError or UnavailableError before any work starts."""
+        stream = QueuedStream(request.request_id, self._cancel)
+        self._streams[request.request_id] = stream
+        try:
+            effects = self._core.submit(request, self._clock.now())
+        except BaseException:
+            del self._streams[request.request_id]
+            raise
+        self._perform(effects)
+        return stream
+
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """All nodes this worker knows of."""
+        found = []
+        for link in self._core.links.links.values():
+            draining = link.status is not None and link.status.draining and link.state is LinkState.ALIVE
+            found.append(
+                NodeStatus(
+                    name=link.welcome.name if link.welcome else link.endpoint,
+                    roles=link.welcome.roles if link.welcome else (),
+                    model=link.welcome.model.name if link.welcome else "",
+                    state="draining" if draining else _STATE_NAMES[link.state],
+                    detail=link.refusal,
+                )
+            )
+        return tuple(found)
+
+    def counts(self) -> ServiceCounts:
+        """Gauges of this instant."""
+        requests = self._core.requests.values()
+        running = sum(1 for request in requests if request.next_index or request.state is RequestState.HANDED)
+        usage: dict[str, float] = {}
+        hits: dict[str, float] = {}
+        preemptions: dict[str, int] = {}
+        for model in self._core.models:
+            loads = [
+                (link.welcome.roles, link.status.load)
+                for link in self._core.links.by_peer.values()
+                if link.status is not None and link.welcome is not None and link.welcome.model.name == model
+            ]
+            total = sum(load.total_blocks for roles, load in loads if "decode" in roles)
+            free = sum(load.free_blocks for roles, load in loads if "decode" in roles)
+            prompt = sum(load.prompt_tokens for _, load in loads)
+            usage[model] = 1.0 - free / total if total else 0.0
+            hits[model] = sum(load.prefix_hit_tokens for _, load in loads) / prompt if prompt else 0.0
+            preemptions[model] = sum(load.preemptions for _, load in loads)
+        return ServiceCounts(running, len(self._core.requests) - running, usage, hits, preemptions)
+
+    # -- the shell
+
+    @property
+    def core(self) -> RouterCore:
+        """For checks of its invariants."""
+        return self._core
+
+    def on_event(self, event: Event) -> None:
+        """Give the core an event and perform what it answers."""
+        self._perform(self._core.handle(event, self._clock.now()))
+
+    def _cancel(self, request_id: RequestId, reason: str) -> None:
+        self._perform(self._core.cancel(request_id, reason, self._clock.now()))
+
+    def _perform(self, effects: list[Effect]) -> None:
+        assert self._links is not None
+        links = self._links
+        for effect in effects:
+            match effect:
+                case Deliver(request_id, event):
+                    self._streams[request_id].put(event)
+                case Finish(request_id, end):
+                    self._streams.pop(request_id).put(end)
+                case Send(peer, message):
+                    links.send(peer, message)
+                case SendHello(endpoint, message):
+                    links.send_unaddressed(endpoint, message)
+                case OpenLink(endpoint):
+                    links.open(endpoint)
+                case CloseLink(endpoint):
+                    links.close(endpoint)
+                case ResetLink(endpoint):
+                    links.reset(endpoint)
+                case BindPeer(endpoint, peer):
+                    links.bind_peer(endpoint, peer)
+                case Probe(endpoint):
+                    links.probe(endpoint)
+                case _:
+                    raise AssertionError(f"a router worker cannot perform {effect}")
