@@ -18,6 +18,7 @@ ACCESS_LOGGER = "kvferry.access"
 """One record per HTTP request; silent when log.access_log is false."""
 
 _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "request_id", "taskName"}
+_IN_ACCESS_MESSAGE = ("method", "path", "status")
 _SHORT_ID_CHARS = 8
 
 
@@ -48,8 +49,10 @@ class HumanFormatter(logging.Formatter):
         request_id = getattr(record, "request_id", "")
         if request_id:
             line += f" [request {str(request_id)[:_SHORT_ID_CHARS]}]"
+        said = _IN_ACCESS_MESSAGE if record.name == ACCESS_LOGGER else ()
         for key, value in _extra(record).items():
-            line += f" {key}={value}"
+            if value != "" and key not in said:
+                line += f" {key}={value}"
         return line + "".join(f"\n{text}" for text in _traceback(self, record))
 
 

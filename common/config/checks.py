@@ -80,7 +80,7 @@ def _check_limits(limits: Limits) -> None:
 
 def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
     for key in ("bind", "kv_bind"):
-        _check_bind(f"{role}.{key}", getattr(section, key), allow_remote=config.node.allow_remote, hint="node")
+        _check_bind(f"{role}.{key}", getattr(section, key), config.node.allow_remote, "node.allow_remote")
     for bind_key, key in (("bind", "advertise"), ("kv_bind", "kv_advertise")):
         advertised = getattr(section, key)
         if advertised:
@@ -97,18 +97,18 @@ def _check_discovery(config: ClusterConfig) -> None:
     for endpoint in config.router.nodes:
         _endpoint("router.nodes", endpoint)
     if discovery.proxy_nodes:
-        for key in ("proxy_nodes", "proxy_workers"):
-            name = f"discovery.{key}"
-            _check_bind(name, getattr(discovery, key), allow_remote=discovery.allow_remote, hint="discovery")
+        _check_bind("discovery.proxy_nodes", discovery.proxy_nodes, discovery.allow_remote, "discovery.allow_remote")
+        if not _endpoint("discovery.proxy_workers", discovery.proxy_workers).is_local:
+            raise ConfigError(f"discovery.proxy_workers: {discovery.proxy_workers} is for workers of this host alone")
         if discovery.proxy_nodes == discovery.proxy_workers:
             raise ConfigError("discovery.proxy_workers: must differ from discovery.proxy_nodes")
 
 
-def _check_bind(name: str, text: str, *, allow_remote: bool, hint: str) -> None:
+def _check_bind(name: str, text: str, allow_remote: bool, switch: str) -> None:
     if not _endpoint(name, text).is_local and not allow_remote:
         raise ConfigError(
             f"{name}: {text} can be reached from other hosts and no keys are configured; "
-            f"bind loopback, or set {hint}.allow_remote = true on a network of your own"
+            f"bind loopback, or set {switch} = true on a network of your own"
         )
 
 

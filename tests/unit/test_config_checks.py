@@ -44,6 +44,7 @@ def load_set(*texts: str) -> ClusterConfig:
         (["router.nodes=['tcp://a']"], "router.nodes"),
         (["discovery.announce_to=['a:1']"], "discovery.announce_to"),
         (["discovery.proxy_nodes=tcp://*:1035"], "discovery.proxy_nodes"),
+        (["discovery.allow_remote=true", "discovery.proxy_workers=tcp://*:1036"], "discovery.proxy_workers"),
         (["discovery.proxy_workers=tcp://127.0.0.1:1035"], "discovery.proxy_workers"),
     ],
 )

@@ -98,6 +98,14 @@ def test_the_access_log_can_be_off():
 
 
 @pytest.mark.usefixtures("root_logging")
+def test_an_access_line_says_nothing_twice():
+    stream = start(LogConfig())
+    extra = {"method": "GET", "path": "/a", "status": 200, "client_id": "", "ms": 1.5}
+    logging.getLogger(ACCESS_LOGGER).info("GET /a 200", extra=extra)
+    assert stream.getvalue().endswith("kvferry.access: GET /a 200 ms=1.5\n")
+
+
+@pytest.mark.usefixtures("root_logging")
 def test_set_up_twice_writes_once():
     start(LogConfig())
     stream = start(LogConfig())

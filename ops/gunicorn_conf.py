@@ -1,0 +1,54 @@
+"""gunicorn's configuration (`-c python:ops.gunicorn_conf`), from the file that KVFERRY_CONFIG names.
+
+Without the launcher: `KVFERRY_CONFIG=cluster.toml gunicorn -c python:ops.gunicorn_conf
+"ops.launcher.asgi:create_app()"`; discovery then needs a proxy or static endpoints of its own.
+"""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config.load import load_config
+from ops.launcher.cluster import CONFIG_ENV
+from ops.launcher.gunicorn_logger import GunicornLogger
+from ops.launcher.with_parent import die_with_parent
+
+if TYPE_CHECKING:
+    from gunicorn.arbiter import Arbiter
+    from gunicorn.workers.base import Worker
+
+_path = os.environ.get(CONFIG_ENV)
+_config = load_config(Path(_path) if _path else None)
+_host = f"[{_config.router.host}]" if ":" in _config.router.host else _config.router.host
+
+bind = f"{_host}:{_config.router.port}"
+backlog = _config.router.backlog
+workers = _config.router.workers
+worker_class = "uvicorn_worker.UvicornWorker"
+preload_app = False  # sockets are made after the fork
+max_requests = 0  # a worker that is replaced loses its streams
+timeout = 60
+# The router ends its streams itself within the drain; this only catches a worker that does not.
+graceful_timeout = int(_config.timers.worker_drain_s) + 5
+keepalive = 5
+worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a heartbeat must not wait for a disk
+control_socket_disable = True  # it would lie in the home directory, shared by all instances
+accesslog = None
+logger_class = GunicornLogger
+
+
+def post_fork(server: "Arbiter", worker: "Worker") -> None:
+    """In the new worker: it must not outlive the arbiter."""
+    if not die_with_parent(server.pid, signal.SIGKILL):
+        os._exit(1)
+
+
+def child_exit(server: "Arbiter", worker: "Worker") -> None:
+    """In the arbiter: the gauges of a worker that is gone do not count any more."""
+    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        from prometheus_client import multiprocess
+
+        with contextlib.suppress(OSError):
+            multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call] # it has no types

@@ -1,0 +1,103 @@
+"""Which children make a cluster, and the configuration they get. Pure but for the paths it names.
+
+The launcher's own endpoints lie in the run directory: two clusters on one machine do not meet.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from common.config.schema import ClusterConfig, DiscoveryConfig, Role
+from ops.launcher.core import ChildPlan, Stage
+from ops.launcher.process import ChildSpec
+from ops.launcher.restart_policy import RestartLimits
+
+CONFIG_ENV = "KVFERRY_CONFIG"
+"""Environment variable that tells gunicorn's configuration and its workers where the cluster's file is."""
+
+_KILL_MARGIN_S = 5.0
+_PROXY_STOP_S = 5.0
+_IPC_PATH_CHARS = 100
+_STAGES: dict[Role, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE}
+
+
+def restart_limits(config: ClusterConfig) -> RestartLimits:
+    """The waits before restarts."""
+    serve = config.serve
+    return RestartLimits(serve.restart_min_s, serve.restart_max_s, serve.healthy_after_s)
+
+
+def serve_config(config: ClusterConfig, run_dir: Path, *, model_path: str, name: str, port: int) -> ClusterConfig:
+    """What the children of `kvferry serve` run with: all open choices made, drains within serve.stop_bound_s."""
+    bound = config.serve.stop_bound_s
+    timers = msgspec.structs.replace(
+        config.timers,
+        worker_drain_s=min(config.timers.worker_drain_s, bound),
+        node_drain_s=min(config.timers.node_drain_s, bound),
+    )
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, path=model_path, name=name),
+        router=msgspec.structs.replace(config.router, port=port),
+        discovery=_private_discovery(config.discovery, run_dir),
+        timers=timers,
+    )
+
+
+def proxy_child(config_file: Path) -> ChildSpec:
+    """The announcement proxy."""
+    return ChildSpec(
+        ChildPlan("proxy", Stage.PROXY, _PROXY_STOP_S),
+        (sys.executable, "-m", "ops.launcher.proxy_main", str(config_file)),
+    )
+
+
+def node_child(config: ClusterConfig, config_file: Path, role: Role, index: int) -> ChildSpec:
+    """One node, named role-index."""
+    name = f"{role}-{index}"
+    argv = ("-m", "ops.cli.main", role, "--config", str(config_file), "--set", f'{role}.name="{name}"')
+    plan = ChildPlan(name, _STAGES[role], config.timers.node_drain_s + _KILL_MARGIN_S)
+    return ChildSpec(plan, (sys.executable, *argv))
+
+
+def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> ChildSpec:
+    """gunicorn with its workers, on a socket that listens already."""
+    metrics = run_dir / "metrics"
+    argv = (
+        *("-m", "gunicorn", "-c", "python:ops.gunicorn_conf", "--no-control-socket", "--bind", f"fd://{listen_fd}"),
+        *("--worker-class", "uvicorn_worker.UvicornWorker", "ops.launcher.asgi:create_app()"),
+    )
+    return ChildSpec(
+        ChildPlan("router", Stage.ROUTER, config.timers.worker_drain_s + 2 * _KILL_MARGIN_S),
+        (sys.executable, *argv),
+        env={CONFIG_ENV: str(config_file), "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
+        pass_fds=(listen_fd,),
+        # It holds nothing that outlives it, and nobody would be there to see its drain.
+        death_signal=signal.SIGKILL,
+        fresh_dirs=(metrics,),
+    )
+
+
+def cluster_children(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> tuple[ChildSpec, ...]:
+    """Everything of `kvferry serve`."""
+    nodes = [node_child(config, config_file, "prefill", index) for index in range(config.serve.prefill)]
+    nodes += [node_child(config, config_file, "decode", index) for index in range(config.serve.decode)]
+    return (*router_children(config, config_file, run_dir, listen_fd), *nodes)
+
+
+def router_children(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> tuple[ChildSpec, ...]:
+    """Everything of `kvferry router`: gunicorn, and this host's proxy if it has one."""
+    router = router_child(config, config_file, run_dir, listen_fd)
+    return (proxy_child(config_file), router) if config.discovery.proxy_nodes else (router,)
+
+
+def _private_discovery(discovery: DiscoveryConfig, run_dir: Path) -> DiscoveryConfig:
+    """Endpoints in the run directory, unless the user chose some or the path is too long for a socket."""
+    nodes, workers = run_dir / "announce", run_dir / "members"
+    if discovery != DiscoveryConfig() or len(str(nodes)) > _IPC_PATH_CHARS:
+        return discovery
+    return msgspec.structs.replace(
+        discovery, announce_to=(f"ipc://{nodes}",), proxy_nodes=f"ipc://{nodes}", proxy_workers=f"ipc://{workers}"
+    )

@@ -1,0 +1,34 @@
+"""The announcement proxy as a process of its own: `python -m ops.launcher.proxy_main CONFIG_FILE`."""
+
+import logging
+import sys
+from pathlib import Path
+
+from common.config.load import load_config
+from common.errors import KvferryError
+from common.log import setup_logging
+from common.transport.proxy import run_proxy
+
+_LOG = logging.getLogger("kvferry.proxy")
+
+
+def main(argv: list[str]) -> int:
+    """Forward announcements until SIGTERM, or until the parent is gone."""
+    config = load_config(Path(argv[0]))
+    setup_logging(config.log, "proxy")
+    discovery = config.discovery
+    try:
+        run_proxy(
+            discovery.proxy_nodes,
+            discovery.proxy_workers,
+            allow_remote=discovery.allow_remote,
+            on_bound=lambda nodes, workers: _LOG.info("nodes announce at %s, workers listen at %s", nodes, workers),
+        )
+    except KvferryError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

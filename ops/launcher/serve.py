@@ -1,0 +1,94 @@
+"""`kvferry serve` and `kvferry router`: the socket, the run directory, the children, and one line when it serves."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from common.clock import MonotonicClock
+from common.config.checks import config_notes
+from common.config.docs import config_as_toml
+from common.config.schema import ClusterConfig
+from ops.launcher.cluster import cluster_children, restart_limits, router_children, serve_config
+from ops.launcher.listen import Listener, listen
+from ops.launcher.process import ChildSpec, prefixed
+from ops.launcher.readiness import wait_until_answered
+from ops.launcher.run_dir import run_directory
+from ops.launcher.supervisor import STOP_SIGNALS, Supervisor
+
+_LOG = logging.getLogger("kvferry.launcher")
+_CONFIG_FILE = "cluster.toml"
+
+
+def serve(config: ClusterConfig) -> None:
+    """A whole cluster on this machine until it is stopped; `config` names the model. KvferryError when it cannot be."""
+    model = config.model
+    with _prepared(config) as (listener, run_dir):
+        config = serve_config(config, run_dir, model_path=model.path, name=model.name, port=listener.port)
+        file = _write_config(config, run_dir)
+        children = cluster_children(config, file, run_dir, listener.socket.fileno())
+        ready_line = f"ready {listener.url} model={model.name}"
+        _supervise(children, config, listener, "/v2/health/ready", ready_line)
+
+
+def serve_router(config: ClusterConfig) -> None:
+    """This host's router workers and announcement proxy until they are stopped."""
+    with _prepared(config) as (listener, run_dir):
+        router = msgspec.structs.replace(config.router, port=listener.port)
+        file = _write_config(msgspec.structs.replace(config, router=router), run_dir)
+        children = router_children(config, file, run_dir, listener.socket.fileno())
+        _supervise(children, config, listener, "/v2/health/live", f"listening {listener.url}")
+
+
+@contextlib.contextmanager
+def _prepared(config: ClusterConfig) -> Iterator[tuple[Listener, Path]]:
+    for note in config_notes(config):
+        _LOG.warning(note)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    listener = listen(config.router.host, config.router.port, config.router.backlog)
+    try:
+        with run_directory() as run_dir:
+            yield listener, run_dir
+    finally:
+        listener.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _supervise(
+    children: Sequence[ChildSpec], config: ClusterConfig, listener: Listener, ready_path: str, ready_line: str
+) -> None:
+    supervisor = Supervisor(
+        children,
+        restart_limits(config),
+        MonotonicClock(),
+        wait_ready=lambda: wait_until_answered(listener.url, ready_path, config.router.workers),
+        on_ready=lambda: _write(sys.stdout, ready_line),
+        # While this copy is open, new connections would wait for an answer that never comes.
+        on_stop=listener.close,
+        write_line=_pass_on,
+    )
+    asyncio.run(supervisor.run())
+
+
+def _write_config(config: ClusterConfig, run_dir: Path) -> Path:
+    file = run_dir / _CONFIG_FILE
+    file.write_text(config_as_toml(config), encoding="utf-8")
+    return file
+
+
+def _pass_on(name: str, line: str) -> None:
+    _write(sys.stderr, prefixed(name, line))
+
+
+def _write(stream: TextIO, line: str) -> None:
+    # Whoever reads may leave; the cluster stays.
+    with contextlib.suppress(OSError):
+        stream.write(line + "\n")
+        stream.flush()

@@ -1,0 +1,138 @@
+"""The shell around `LauncherCore`: signals and exits in, processes started, stopped and killed. One asyncio loop."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+from common.clock import Clock
+from common.errors import InvariantError, KvferryError
+from ops.launcher.core import (
+    Action,
+    AnnounceReady,
+    ChildExited,
+    Event,
+    Finish,
+    KillChild,
+    LauncherCore,
+    ReadySeen,
+    StartChild,
+    StopRequested,
+    Tell,
+    TerminateChild,
+    Tick,
+)
+from ops.launcher.process import Child, ChildSpec, start_child
+from ops.launcher.restart_policy import RestartLimits
+
+_LOG = logging.getLogger("kvferry.launcher")
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """Keeps children running until it is told to stop, then stops them in their order."""
+
+    def __init__(
+        self,
+        specs: Sequence[ChildSpec],
+        limits: RestartLimits,
+        clock: Clock,
+        *,
+        wait_ready: Callable[[], Awaitable[None]],
+        on_ready: Callable[[], None],
+        on_stop: Callable[[], None],
+        write_line: Callable[[str, str], None],
+    ) -> None:
+        self._specs = {spec.plan.name: spec for spec in specs}
+        self._core = LauncherCore([spec.plan for spec in specs], limits)
+        self._clock = clock
+        self._wait_ready = wait_ready
+        self._on_ready = on_ready
+        self._on_stop = on_stop
+        self._write_line = write_line
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._children: dict[str, Child] = {}
+        self._finish: Finish | None = None
+
+    async def run(self) -> None:
+        """Run until all is stopped. KvferryError says why it ended when nobody asked for it.
+
+        Afterwards the stop signals are ignored, so that the caller can clean up; it restores them.
+        """
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+                loop.add_signal_handler(number, self._events.put_nowait, StopRequested())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._run(tasks)
+        finally:
+            for child in self._children.values():
+                child.kill()
+            for number in STOP_SIGNALS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
+        if self._finish is not None and self._finish.error:
+            raise KvferryError(self._finish.error)
+
+    def pids(self) -> dict[str, int]:
+        """Name -> process id of the children that run."""
+        return {name: child.pid for name, child in self._children.items()}
+
+    async def _run(self, tasks: asyncio.TaskGroup) -> None:
+        await self._perform(self._core.begin(self._clock.now()), tasks)
+        ready = tasks.create_task(self._watch_ready())
+        while self._finish is None:
+            event = await self._next_event()
+            await self._perform(self._core.handle(event, self._clock.now()), tasks)
+            self._core.check_invariants()
+        ready.cancel()
+
+    async def _next_event(self) -> Event:
+        wakeup = self._core.next_wakeup()
+        timeout_s = None if wakeup is None else max(0.0, wakeup - self._clock.now())
+        try:
+            return await asyncio.wait_for(self._events.get(), timeout_s)
+        except TimeoutError:
+            return Tick()
+
+    async def _perform(self, actions: list[Action], tasks: asyncio.TaskGroup) -> None:
+        for action in actions:
+            match action:
+                case StartChild(name):
+                    await self._start(name, tasks)
+                case TerminateChild(name):
+                    self._on_stop()
+                    self._signal(name, Child.terminate)
+                case KillChild(name):
+                    self._signal(name, Child.kill)
+                case AnnounceReady():
+                    self._on_ready()
+                case Tell(text, warning):
+                    _LOG.log(logging.WARNING if warning else logging.INFO, text)
+                case Finish():
+                    self._finish = action
+
+    async def _start(self, name: str, tasks: asyncio.TaskGroup) -> None:
+        try:
+            child = await start_child(self._specs[name], self._write_line)
+        except OSError as error:
+            self._events.put_nowait(ChildExited(name, 1, f"{error.strerror}"))
+            return
+        self._children[name] = child
+        tasks.create_task(self._watch_child(name, child))
+
+    def _signal(self, name: str, send: Callable[[Child], None]) -> None:
+        child = self._children.get(name)
+        if child is not None:  # else its end is in the queue already
+            send(child)
+
+    async def _watch_child(self, name: str, child: Child) -> None:
+        code, last_line = await child.wait()
+        if self._children.pop(name, None) is not child:
+            raise InvariantError(f"{name} runs twice")
+        self._events.put_nowait(ChildExited(name, code, last_line))
+
+    async def _watch_ready(self) -> None:
+        await self._wait_ready()
+        self._events.put_nowait(ReadySeen())
