@@ -75,6 +75,16 @@ class CacheRules:
     block_size_multiple: int
     block_size_max: int
 
+    def block_size(self, wanted: int, device_name: str) -> int:
+        """`wanted`, rounded up to what the attention kernels take. Raises ConfigError where there is none."""
+        size = -(-wanted // self.block_size_multiple) * self.block_size_multiple
+        if size > self.block_size_max:
+            raise ConfigError(
+                f"node.block_size {wanted} is too large for {device_name}: it takes multiples of "
+                f"{self.block_size_multiple} up to {self.block_size_max}"
+            )
+        return size
+
 
 class Accelerator(Generic[Stream]):
     """Implements `common.device.base.Device` over an `AcceleratorApi`. The constructor touches no device."""
@@ -127,14 +137,7 @@ class Accelerator(Generic[Stream]):
 
     def supported_block_size(self, wanted: int) -> int:
         """`wanted`, rounded up to what the attention kernels take. Raises ConfigError where there is none."""
-        multiple, largest = self._rules.block_size_multiple, self._rules.block_size_max
-        size = -(-wanted // multiple) * multiple
-        if size > largest:
-            raise ConfigError(
-                f"node.block_size {wanted} is too large for {self.name}: its kernels take multiples of {multiple} "
-                f"up to {largest}"
-            )
-        return size
+        return self._rules.block_size(wanted, self.name)
 
     def pinned_empty(self, num_bytes: int) -> Tensor:
         """A page-locked uint8 buffer on the host."""

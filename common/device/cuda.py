@@ -30,7 +30,8 @@ def open_cuda(index: int = 0) -> Device:
     """Bind the calling thread to GPU `index`. Raises DeviceUnavailableError saying what is missing."""
     probe = probe_cuda()
     if index >= probe.count:
-        raise DeviceUnavailableError(f"device cuda:{index} is not available: {probe.detail}")
+        reason = f"only {probe.count} visible ({probe.detail})" if probe.count else probe.detail
+        raise DeviceUnavailableError(f"device cuda:{index} is not available: {reason}")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

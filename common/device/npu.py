@@ -44,7 +44,8 @@ def open_npu(index: int = 0) -> Device:
     """
     probe = probe_npu()
     if index >= probe.count:
-        raise DeviceUnavailableError(f"device npu:{index} is not available: {probe.detail}")
+        reason = f"only {probe.count} visible ({probe.detail})" if probe.count else probe.detail
+        raise DeviceUnavailableError(f"device npu:{index} is not available: {reason}")
     torch_npu = _import_torch_npu()
     device = torch.device("npu", index)
     torch_npu.npu.set_device(device)
