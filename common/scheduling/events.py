@@ -24,7 +24,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """Positions token_start .. token_end - 1 of a prompt have their KV in the cache (all layers)."""
+    """Positions token_start .. token_end - 1 of a prompt have their KV in the cache (all layers).
+
+    Not told of the chunk with which the sequence ends: its blocks may be gone when the caller reads this.
+    """
 
     seq_id: int
     token_start: int

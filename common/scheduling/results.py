@@ -56,12 +56,13 @@ class Results:
         if seq.status is Status.ENDED:
             self._table.settle(seq)
             return
-        if seq.status is not Status.DECODING:
-            events.append(ChunkComputed(seq.seq_id, start, end))
-        if part.sample and token is not None:
+        if token is not None:
             seq.token_ids.append(token)
-            if self.accept_token(seq, events) and seq.status is not Status.DECODING:
-                self._leave_prompt(seq, events)
+        ends = token is not None and seq.finish_reason(self._config.eos_token_ids) is not None
+        if seq.status is not Status.DECODING and not ends:
+            events.append(ChunkComputed(seq.seq_id, start, end))
+        if token is not None and self.accept_token(seq, events) and seq.status is not Status.DECODING:
+            self._leave_prompt(seq, events)
 
     def _leave_prompt(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
         """Its known ids are computed, and the next one is drawn."""

@@ -1,0 +1,48 @@
+"""Prefix hashes: the very bytes are part of what must stay, for caches and routers that compare them."""
+
+import subprocess
+import sys
+from array import array
+
+from common.kv.hashing import DIGEST_BYTES, chain, chain_bytes, root, token_bytes
+
+
+def test_a_known_chain_keeps_its_value():
+    first = chain(root("model-a"), array("I", [1, 2, 3, 4]))
+    assert first.hex() == "2af5c66c41064c6bec83801cd27cdc82"
+    assert chain(first, array("I", [5, 6, 7, 8])).hex() == "f5d94b3b0f0197782e637858b3efc35d"
+
+
+def test_the_chain_depends_on_model_parent_ids_and_order():
+    ids = array("I", [1, 2, 3])
+    values = {
+        chain(root("a"), ids),
+        chain(root("b"), ids),
+        chain(chain(root("a"), ids), ids),
+        chain(root("a"), array("I", [3, 2, 1])),
+        chain(root("a"), array("I", [1, 2])),
+    }
+    assert len(values) == 5
+    assert {len(value) for value in values} == {DIGEST_BYTES}
+
+
+def test_token_bytes_are_little_endian_uint32():
+    assert token_bytes(array("I", [1, 0x01020304])) == b"\x01\0\0\0\x04\x03\x02\x01"
+    assert chain(root("m"), array("I", [7])) == chain_bytes(root("m"), b"\x07\0\0\0")
+
+
+def test_a_big_endian_machine_gets_the_same_bytes(monkeypatch):
+    there = array("I", [1, 0x01020304])
+    there.byteswap()
+    before = array("I", there)
+    monkeypatch.setattr(sys, "byteorder", "big")
+    assert token_bytes(there) == b"\x01\0\0\0\x04\x03\x02\x01"
+    assert there == before, "the caller's ids are left alone"
+
+
+def test_another_process_with_another_hash_seed_agrees():
+    program = "from array import array; from common.kv.hashing import *; print(chain(root('m'), array('I', [1])).hex())"
+    run = subprocess.run(
+        [sys.executable, "-c", program], env={"PYTHONHASHSEED": "4242"}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == chain(root("m"), array("I", [1])).hex()
