@@ -4,10 +4,12 @@ Shows that the arguments mean what they should (cumulative ends, lengths, tables
 numbers of Ascend's own kernels.
 """
 
+from typing import cast
+
 import pytest
 import torch
 
-from common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
+from common.device.npu_ops import NpuFeatures, NpuOps, TorchNpuOps, causal_mask
 from common.device.torch_ops import TorchOps
 from tests.npu.reference_kernels import calls, dense_attention
 from tests.support.ragged_batch import make_ragged_batch
@@ -86,11 +88,8 @@ def test_the_small_ops_equal_plain_torch(ops, dtype):
 
 
 def test_without_the_kernels_everything_is_plain_torch():
-    class Untouchable:
-        pass
-
     none = NpuFeatures(False, False, False, cache_write="torch", attention=False)
-    ops = NpuOps(Untouchable(), none, causal_mask(torch.device("cpu")))
+    ops = NpuOps(cast(TorchNpuOps, None), none, causal_mask(torch.device("cpu")))
     batch = make_ragged_batch((300, 20), (5, 1), dtype=torch.bfloat16)
     ops.kv_write(*batch.all_keys(), batch.cache, batch.write_meta)
     torch.testing.assert_close(
