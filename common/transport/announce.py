@@ -1,0 +1,174 @@
+"""Who exists: nodes tell every router host's proxy, router workers hear it from the proxy of their own host.
+
+Says nothing about whether a node lives. Losing a proxy, or the name service, freezes what is known; nothing here
+takes a node away.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import zmq
+
+from common.clock import Clock, MonotonicClock
+from common.config.endpoints import parse_endpoint
+from common.config.protocol import Limits, Timers
+from common.errors import InvariantError, ProtocolError
+from common.protocol.messages import Announce, Envelope
+from common.protocol.wire import decode, encode
+from common.transport import nowait, options
+from common.transport.context import TransportContext
+from common.transport.nowait import RECEIVE_BATCH
+from common.transport.options import Security, SocketOptions
+
+ANNOUNCE_OPTIONS = SocketOptions(high_water=1000, max_frame_bytes=65_536)
+"""For every socket that announcements pass, the proxy's too."""
+
+Resolve = Callable[[str], list[str]]
+"""An endpoint -> all endpoints that it stands for. Raises OSError when the name cannot be resolved now."""
+
+
+def resolve_endpoint(endpoint: str) -> list[str]:
+    """All addresses behind a tcp endpoint's host name, sorted; any other endpoint as it is. Asks the name service."""
+    parsed = parse_endpoint(endpoint)
+    if parsed.scheme != "tcp":
+        return [endpoint]
+    found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
+    hosts = sorted({str(address[0]) for *_, address in found})
+    return [f"tcp://[{host}]:{parsed.port}" if ":" in host else f"tcp://{host}:{parsed.port}" for host in hosts]
+
+
+class Announcer:
+    """Repeats one announcement to every proxy. Has a thread of its own, since asking for a name may take seconds."""
+
+    def __init__(
+        self,
+        context: TransportContext,
+        proxies: Sequence[str],
+        timers: Timers,
+        limits: Limits,
+        *,
+        security: Security | None = None,
+        resolve: Resolve = resolve_endpoint,
+        clock: Clock | None = None,
+    ) -> None:
+        self._context = context
+        self._proxies = tuple(proxies)
+        self._timers = timers
+        self._limits = limits
+        self._security = security
+        self._resolve = resolve
+        self._clock = clock or MonotonicClock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._frames: list[bytes] = []
+        self._connected: dict[str, str] = {}
+        self._resolved: dict[str, list[str]] = {}
+
+    def start(self, announcement: Envelope) -> None:
+        """Announce it from now on. ConfigError when a proxy's endpoint is none, ProtocolError when it is too large."""
+        for proxy in self._proxies:
+            parse_endpoint(proxy)
+        self.change(announcement)
+        if self._thread is not None:
+            raise InvariantError("the announcer was started already")
+        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._thread.start()
+
+    def change(self, announcement: Envelope) -> None:
+        """Announce this from now on (another life after a turned role, say). From any thread."""
+        self._frames = [bytes(frame) for frame in encode(announcement, self._limits)]
+
+    def close(self) -> None:
+        """Stop and wait for the thread, for as long as a name that is being asked for takes. Twice does no harm."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        publisher = self._context.open_socket(zmq.PUB, "announcer")
+        try:
+            options.apply(publisher, ANNOUNCE_OPTIONS)
+            resolve_at = self._clock.now()
+            while not self._stop.is_set():
+                if self._clock.now() >= resolve_at:
+                    self._reconnect(publisher)
+                    resolve_at = self._clock.now() + self._timers.resolve_s
+                nowait.send(publisher, self._frames)
+                self._stop.wait(self._timers.beat_s)
+        finally:
+            self._context.close_socket(publisher)
+
+    def _reconnect(self, publisher: "zmq.Socket[bytes]") -> None:
+        for proxy in self._proxies:
+            try:
+                self._resolved[proxy] = self._resolve(proxy)
+            except OSError:
+                continue  # what was known before goes on
+        wanted = {endpoint for endpoints in self._resolved.values() for endpoint in endpoints}
+        for endpoint in wanted - self._connected.keys():
+            self._connected[endpoint] = options.connect(publisher, endpoint, security=self._security)
+        for endpoint in self._connected.keys() - wanted:
+            publisher.disconnect(self._connected.pop(endpoint))
+
+
+class AnnouncementListener:
+    """Hears announcements from one proxy. Never waits; owned by one thread or event loop (through AsyncReceiver)."""
+
+    def __init__(self, context: TransportContext, limits: Limits, security: Security | None = None) -> None:
+        self._context = context
+        self._limits = limits
+        self._security = security
+        self._socket: zmq.Socket[bytes] | None = None
+        self.malformed = 0
+        """Messages dropped since they were no announcement of this protocol version."""
+
+    def connect(self, endpoint: str) -> None:
+        """Start to listen to the proxy's endpoint for workers."""
+        if self._socket is not None:
+            raise InvariantError("the listener is connected already")
+        subscriber = self._context.open_socket(zmq.SUB, "announcement listener")
+        try:
+            options.apply(subscriber, ANNOUNCE_OPTIONS)
+            options.connect(subscriber, endpoint, security=self._security)
+            subscriber.subscribe(b"")
+        except BaseException:
+            self._context.close_socket(subscriber)
+            raise
+        self._socket = subscriber
+
+    @property
+    def poll_handle(self) -> "zmq.Socket[bytes]":
+        """What a PollLoop waits for."""
+        if self._socket is None:
+            raise InvariantError("the listener is not connected")
+        return self._socket
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that an event loop watches; see AsyncReceiver."""
+        return int(self.poll_handle.getsockopt(zmq.FD))
+
+    def readable(self) -> bool:
+        """Whether something came."""
+        return nowait.readable(self.poll_handle)
+
+    def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[Envelope]:
+        """Announcements that are there now; the message of each envelope is an `Announce`."""
+        for frames in nowait.receive(self.poll_handle, limit):
+            try:
+                envelope = decode(frames, self._limits)
+            except ProtocolError:
+                self.malformed += 1
+                continue
+            if isinstance(envelope.message, Announce):
+                yield envelope
+            else:
+                self.malformed += 1
+
+    def close(self) -> None:
+        """Stop listening. Twice does no harm."""
+        if self._socket is not None:
+            self._context.close_socket(self._socket)
+            self._socket = None

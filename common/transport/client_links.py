@@ -1,0 +1,181 @@
+"""The client sockets of one process: a link and its monitor for each node that its core asked for. Decides nothing.
+
+Used by router workers (in an asyncio loop) and prefill nodes (in a poll loop); how a source is watched and how an
+address is probed is handed in.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from common.config.protocol import Limits
+from common.errors import ConfigError, ProtocolError
+from common.ids import Incarnation
+from common.protocol.messages import Envelope, Message
+from common.protocol.wire import Frame, decode, encode
+from common.state.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received
+from common.transport.context import TransportContext
+from common.transport.link_socket import LinkSocket
+from common.transport.monitor import LinkEvent, LinkMonitor
+from common.transport.options import SocketOptions
+from common.transport.outbox import SendResult
+from common.transport.probe import ProbeResult
+
+PROBE_TIMEOUT_S = 1.0
+
+T = TypeVar("T")
+Close = Callable[[], None]
+
+
+class Watcher(Protocol):
+    """The surroundings of the sockets: one loop, and a way to probe without stopping it."""
+
+    def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
+        """Call back with each message of an open link, until the returned function is called."""
+        ...
+
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+        """Call back with each connection event."""
+        ...
+
+    def probe(self, endpoint: str, timeout_s: float, on_result: Callable[[ProbeResult], None]) -> None:
+        """Find out whether anything listens there; call back in the loop."""
+        ...
+
+
+@dataclass(slots=True)
+class _Open:
+    link: LinkSocket
+    monitor: LinkMonitor
+    closers: tuple[Close, Close]
+
+
+class ClientLinks:
+    """Opens, closes and uses links; what comes in is given to `on_event`. Belongs to one loop."""
+
+    def __init__(
+        self,
+        context: TransportContext,
+        own: Incarnation,
+        limits: Limits,
+        watcher: Watcher,
+        on_event: Callable[[Event], None],
+        log: logging.Logger,
+    ) -> None:
+        self._context = context
+        self._own = own
+        self._limits = limits
+        self._options = SocketOptions.control(limits)
+        self._watcher = watcher
+        self._on_event = on_event
+        self._log = log
+        self._open: dict[str, _Open] = {}
+        self._endpoint_of: dict[Incarnation, str] = {}
+        self.malformed = 0
+        """Messages dropped since they broke the protocol."""
+
+    def open(self, endpoint: str) -> None:
+        """Make a link to this endpoint. A wrong address is logged, not raised: it came from another process."""
+        link = LinkSocket(self._context, self._own, self._options)
+        monitor = LinkMonitor(self._context, link)
+        link.open()
+        try:
+            monitor.open()
+            link.connect(endpoint)
+        except ConfigError as error:
+            self._log.warning("cannot connect to node %s: %s", endpoint, error)
+            monitor.close()
+            link.close()
+            return
+        closers = (
+            self._watcher.watch_link(link, lambda frames: self._on_frames(endpoint, frames)),
+            self._watcher.watch_monitor(monitor, lambda event: self._on_monitor(endpoint, event)),
+        )
+        self._open[endpoint] = _Open(link, monitor, closers)
+
+    def reset(self, endpoint: str) -> None:
+        """Drop what waits for the life that ended there, and connect anew."""
+        if (found := self._open.get(endpoint)) is not None:
+            found.link.reconnect()
+
+    def bind_peer(self, endpoint: str, peer: Incarnation) -> None:
+        """This life is reached over that link."""
+        self._unbind(endpoint)
+        self._endpoint_of[peer] = endpoint
+
+    def reaches(self, peer: Incarnation) -> bool:
+        """Whether a link is bound to this life."""
+        return peer in self._endpoint_of
+
+    def send(self, peer: Incarnation, message: Message) -> None:
+        """Send to a life; lost when there is no link to it."""
+        found = self._open.get(self._endpoint_of.get(peer, ""))
+        if found is None:
+            return
+        try:
+            frames = encode(Envelope(self._own, peer, message), self._limits)
+        except ProtocolError as error:
+            self._log.error("a %s was not sent: %s", type(message).__name__, error)
+            return
+        if found.link.send(frames) is SendResult.UNREACHABLE:
+            self._log.warning("node at %s takes nothing: messages were dropped", found.link.endpoint)
+
+    def send_unaddressed(self, endpoint: str, message: Message) -> None:
+        """Send to whoever lives at the endpoint. Never queued: it is repeated anyway."""
+        if (found := self._open.get(endpoint)) is not None:
+            found.link.try_send(encode(Envelope(self._own, Incarnation(""), message), self._limits))
+
+    def flush(self) -> None:
+        """Try again to send what waits for nodes that were full or not connected."""
+        for found in self._open.values():
+            if found.link.has_pending:
+                found.link.flush()
+
+    def probe(self, endpoint: str) -> None:
+        """Find out whether anything listens there; answered by an event."""
+        self._watcher.probe(endpoint, PROBE_TIMEOUT_S, lambda result: self._on_probe(endpoint, result))
+
+    def close(self, endpoint: str) -> None:
+        """Close one link."""
+        found = self._open.pop(endpoint, None)
+        if found is None:
+            return
+        for closer in found.closers:
+            closer()
+        found.monitor.close()
+        found.link.close()
+        self._unbind(endpoint)
+
+    def close_all(self) -> None:
+        """Close every link; nothing is called back after this."""
+        for endpoint in list(self._open):
+            self.close(endpoint)
+
+    def endpoints(self) -> Iterator[str]:
+        """Where links are open to."""
+        return iter(self._open)
+
+    def _unbind(self, endpoint: str) -> None:
+        self._endpoint_of = {peer: where for peer, where in self._endpoint_of.items() if where != endpoint}
+
+    def _on_frames(self, endpoint: str, frames: list[Frame]) -> None:
+        try:
+            envelope = decode(frames, self._limits)
+        except ProtocolError as error:
+            self.malformed += 1
+            self._log.warning("dropped a message from %s: %s", endpoint, error)
+            return
+        if envelope.receiver in (self._own, ""):
+            self._on_event(Received(envelope, endpoint))
+
+    def _on_monitor(self, endpoint: str, event: LinkEvent) -> None:
+        self._on_event(LinkConnected(endpoint) if event is LinkEvent.CONNECTED else LinkClosed(endpoint))
+
+    def _on_probe(self, endpoint: str, result: ProbeResult) -> None:
+        if result is ProbeResult.ACCEPTED:
+            self._on_event(ProbeAnswered(endpoint, "accepted"))
+        elif result is ProbeResult.REFUSED:
+            self._on_event(ProbeAnswered(endpoint, "refused"))
+        else:
+            self._on_event(ProbeAnswered(endpoint, "unknown"))

@@ -1,0 +1,68 @@
+"""The one ZeroMQ context of a process, and the register of the sockets on it. Handed around, never a global.
+
+`inproc://` endpoints meet only on the same context. A context per use would leak descriptors, so there is one, made
+after the fork; every socket is opened and closed through it, and what is still open can be listed.
+"""
+
+import os
+import threading
+
+import zmq
+
+from common.errors import InvariantError
+
+MAX_SOCKETS = 16384
+"""A router worker holds a socket per node; ZeroMQ's own default of 1023 is too few for a large cluster."""
+
+
+class TransportContext:
+    """Opens and closes sockets; thread-safe. The sockets themselves belong to the thread that uses them."""
+
+    def __init__(self, *, io_threads: int = 1) -> None:
+        self._io_threads = io_threads
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._owner_pid = 0
+        self._open: dict[zmq.Socket[bytes], str] = {}
+
+    def open_socket(self, kind: int, description: str) -> "zmq.Socket[bytes]":
+        """A new socket that never lingers. `description` names it in leak reports."""
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context(io_threads=self._io_threads)
+                self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+                self._owner_pid = os.getpid()
+            elif self._owner_pid != os.getpid():
+                raise InvariantError("a ZeroMQ context does not survive a fork: make it in the child")
+            socket = self._context.socket(kind)
+            socket.setsockopt(zmq.LINGER, 0)
+            self._open[socket] = description
+            return socket
+
+    def close_socket(self, socket: "zmq.Socket[bytes]") -> None:
+        """Close it, dropping what it still had to send. Called by the thread that owns it; twice does no harm."""
+        with self._lock:
+            self._open.pop(socket, None)
+        socket.close(linger=0)
+
+    def open_sockets(self) -> tuple[str, ...]:
+        """Descriptions of all sockets that are open now; empty when nothing leaked."""
+        with self._lock:
+            return tuple(self._open.values())
+
+    def close(self) -> None:
+        """End the context. InvariantError when a socket is still open: ending would wait for it for ever."""
+        with self._lock:
+            if self._open:
+                raise InvariantError(f"sockets are still open: {', '.join(sorted(self._open.values()))}")
+            context, self._context = self._context, None
+        if context is not None:
+            context.term()
+
+    def check_invariants(self) -> None:
+        """Nothing is registered as open that is closed, and nothing is open without a context."""
+        with self._lock:
+            if closed := [name for socket, name in self._open.items() if socket.closed]:
+                raise InvariantError(f"closed behind the register's back: {', '.join(closed)}")
+            if self._open and self._context is None:
+                raise InvariantError("sockets without a context")

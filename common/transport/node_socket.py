@@ -1,0 +1,139 @@
+"""A node's side of all links to it: one bound ROUTER. Never waits; owned by one thread.
+
+A peer is known by its incarnation, which is its routing id. A peer that comes back under the same id takes its place
+over; who speaks for which id is settled by the keys, where there are any.
+"""
+
+import errno
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import zmq
+
+from common.errors import InvariantError
+from common.ids import Incarnation, routing_id
+from common.protocol.wire import Frame
+from common.transport import nowait, options
+from common.transport.context import TransportContext
+from common.transport.nowait import RECEIVE_BATCH
+from common.transport.options import Security, SocketOptions
+from common.transport.outbox import Outbox, SendResult
+
+_INCARNATION_BYTES = 16
+
+
+class NodeSocket:
+    """Sends to any connected peer, receives from all. `bind` first, `close` last, both on the owning thread."""
+
+    def __init__(
+        self, context: TransportContext, socket_options: SocketOptions, security: Security | None = None
+    ) -> None:
+        self._context = context
+        self._options = socket_options
+        self._security = security
+        self._socket: zmq.Socket[bytes] | None = None
+        self._outboxes: dict[Incarnation, Outbox] = {}
+        self.dropped: Counter[str] = Counter()
+        """Messages that went nowhere: `overflow`, `unreachable` (to peers), `no_incarnation` (from peers)."""
+
+    def bind(self, endpoint: str, *, allow_remote: bool = False) -> str:
+        """Bind and return the endpoint with its real port. ConfigError when it may not or cannot be bound."""
+        if self._socket is not None:
+            raise InvariantError("a node socket binds once")
+        socket = self._context.open_socket(zmq.ROUTER, f"node socket at {endpoint}")
+        try:
+            options.apply(socket, self._options)
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            bound = options.bind(socket, endpoint, allow_remote=allow_remote, security=self._security)
+        except BaseException:
+            self._context.close_socket(socket)
+            raise
+        self._socket = socket
+        return bound
+
+    @property
+    def poll_handle(self) -> "zmq.Socket[bytes]":
+        """What a PollLoop waits for."""
+        return self._open_socket()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether some peer's outbox is not empty: `flush` again soon."""
+        return bool(self._outboxes)
+
+    def send(self, peer: Incarnation, frames: Sequence[Frame]) -> SendResult:
+        """Send a message to a peer, after all that waits for it already."""
+        outbox = self._outboxes.get(peer)
+        if outbox is not None:
+            return self._queue(peer, outbox, frames)
+        try:
+            if self._try_send(peer, frames):
+                return SendResult.SENT
+        except ConnectionError:
+            self.dropped["unreachable"] += 1
+            return SendResult.UNREACHABLE
+        return self._queue(peer, Outbox(self._options.outbox_messages, self._options.outbox_bytes), frames)
+
+    def flush(self) -> list[Incarnation]:
+        """Send what waits, as far as there is room. Returns the peers that are gone, with what waited for them."""
+        gone = []
+        for peer, outbox in list(self._outboxes.items()):
+            try:
+                while outbox and self._try_send(peer, outbox.first()):
+                    outbox.pop()
+            except ConnectionError:
+                self.dropped["unreachable"] += self.forget(peer)
+                gone.append(peer)
+                continue
+            if not outbox:
+                del self._outboxes[peer]
+        return gone
+
+    def forget(self, peer: Incarnation) -> int:
+        """Drop what waits for a peer (it is dead, say); how many messages that were."""
+        outbox = self._outboxes.pop(peer, None)
+        return outbox.clear() if outbox is not None else 0
+
+    def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[tuple[Incarnation, list[Frame]]]:
+        """Messages that are there now, at most `limit`, each with the incarnation of who sent it."""
+        for frames in nowait.receive(self._open_socket(), limit, zero_copy=self._options.zero_copy):
+            if len(frames[0]) != _INCARNATION_BYTES:
+                self.dropped["no_incarnation"] += 1
+                continue
+            yield Incarnation(bytes(frames[0]).hex()), frames[1:]
+
+    def close(self) -> None:
+        """Close the socket and drop what waits. Twice does no harm."""
+        self._outboxes.clear()
+        if self._socket is not None:
+            self._context.close_socket(self._socket)
+            self._socket = None
+
+    def check_invariants(self) -> None:
+        """No outbox is kept empty, and each keeps its bounds."""
+        for peer, outbox in self._outboxes.items():
+            outbox.check_invariants()
+            if not outbox:
+                raise InvariantError(f"an empty outbox is kept for {peer}")
+
+    def _queue(self, peer: Incarnation, outbox: Outbox, frames: Sequence[Frame]) -> SendResult:
+        if outbox.put(frames):
+            self._outboxes[peer] = outbox
+            return SendResult.QUEUED
+        self.dropped["overflow"] += self.forget(peer) + 1
+        return SendResult.UNREACHABLE
+
+    def _try_send(self, peer: Incarnation, frames: Sequence[Frame]) -> bool:
+        """False when the peer is full; ConnectionError when there is no such peer."""
+        try:
+            return nowait.send(self._open_socket(), [routing_id(peer), *frames], zero_copy=self._options.zero_copy)
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                raise ConnectionError(peer) from None
+            raise
+
+    def _open_socket(self) -> "zmq.Socket[bytes]":
+        if self._socket is None:
+            raise InvariantError("the node socket is not bound")
+        return self._socket

@@ -1,0 +1,137 @@
+"""How every socket is set up: high-water marks, heartbeats, sizes, and which addresses may be bound. Opens nothing."""
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from common.config.endpoints import Endpoint, parse_endpoint
+from common.config.protocol import Limits
+from common.errors import ConfigError
+
+
+class Security(Protocol):
+    """Puts keys on a socket before it binds or connects. None configured means loopback only."""
+
+    def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
+        """For a socket that binds: only listed peers may speak to it."""
+        ...
+
+    def secure_client(self, socket: "zmq.Socket[bytes]") -> None:
+        """For a socket that connects."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOptions:
+    """Bounds and timers of a socket that carries messages of the protocol."""
+
+    high_water: int = 1000
+    """Messages that ZeroMQ keeps for a peer, each way."""
+    max_frame_bytes: int = 8_388_608
+    """A peer that sends a larger frame is disconnected."""
+    outbox_messages: int = 10_000
+    """Messages kept for a peer that is full, after ZeroMQ's own."""
+    outbox_bytes: int = 268_435_456
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 3.0
+    reconnect_min_s: float = 0.1
+    reconnect_max_s: float = 2.0
+    zero_copy: bool = False
+    """Frames go out without a copy and come in as memoryviews: for KV bytes. Pays off from 64 KiB on."""
+
+    @classmethod
+    def control(cls, limits: Limits) -> "SocketOptions":
+        """For control sockets."""
+        return cls(
+            high_water=limits.control_high_water,
+            max_frame_bytes=max(limits.header_max_bytes, limits.job_ids_max_bytes),
+            outbox_messages=limits.outbox_messages,
+        )
+
+    @classmethod
+    def kv(cls, limits: Limits, high_water: int) -> "SocketOptions":
+        """For KV sockets: few large messages."""
+        return cls(
+            high_water=high_water,
+            max_frame_bytes=max(limits.header_max_bytes, limits.piece_max_bytes),
+            zero_copy=True,
+        )
+
+
+def apply(socket: "zmq.Socket[bytes]", options: SocketOptions) -> None:
+    """Everything that does not depend on the socket's kind."""
+    socket.setsockopt(zmq.SNDHWM, options.high_water)
+    socket.setsockopt(zmq.RCVHWM, options.high_water)
+    socket.setsockopt(zmq.MAXMSGSIZE, options.max_frame_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _ms(options.heartbeat_s))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(options.heartbeat_timeout_s))
+    socket.setsockopt(zmq.RECONNECT_IVL, _ms(options.reconnect_min_s))
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _ms(options.reconnect_max_s))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(options.heartbeat_timeout_s))
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+
+
+def bind(socket: "zmq.Socket[bytes]", endpoint: str, *, allow_remote: bool, security: Security | None) -> str:
+    """Bind, and return the endpoint with its real port. ConfigError when it may not or cannot be bound.
+
+    Without `security` an address that other hosts reach is refused, unless `allow_remote` says it is wanted.
+    """
+    parsed = parse_endpoint(endpoint)
+    if not parsed.is_local and security is None and not allow_remote:
+        raise ConfigError(
+            f"{endpoint} can be reached from other hosts and there are no keys: bind a loopback address, configure "
+            "keys, or allow it on purpose"
+        )
+    if security is not None and parsed.scheme != "inproc":
+        security.secure_server(socket)
+    try:
+        socket.setsockopt(zmq.IPV6, 1 if ":" in parsed.host and parsed.scheme == "tcp" else 0)
+        socket.bind(_bind_address(parsed))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot bind {endpoint}: {error.strerror}") from None
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+
+def connect(socket: "zmq.Socket[bytes]", endpoint: str, *, security: Security | None) -> str:
+    """Connect, and return the address to disconnect with. ConfigError when it is no address to connect to."""
+    parsed = parse_endpoint(endpoint)
+    if parsed.is_wildcard or parsed.port == 0:
+        raise ConfigError(f"{endpoint} is no address that can be connected to")
+    if security is not None and parsed.scheme != "inproc":
+        security.secure_client(socket)
+    try:
+        if parsed.scheme == "tcp":
+            socket.setsockopt(zmq.IPV6, 1 if _is_ipv6(parsed.host) else 0)
+        address = _address(parsed, parsed.host)
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from None
+    return address
+
+
+def _bind_address(endpoint: Endpoint) -> str:
+    # ZeroMQ looks a bind host up among interfaces and numeric addresses only; a name would be "no such device".
+    return _address(endpoint, "127.0.0.1" if endpoint.host == "localhost" else endpoint.host)
+
+
+def _address(endpoint: Endpoint, host: str) -> str:
+    if endpoint.scheme != "tcp":
+        return f"{endpoint.scheme}://{endpoint.host}"
+    bracketed = f"[{host}]" if ":" in host else host
+    return f"tcp://{bracketed}:{endpoint.port or '*'}"
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

@@ -1,0 +1,64 @@
+"""For tests with real sockets: waiting by condition with a deadline, contexts and descriptors that must not leak."""
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from common.transport.context import TransportContext
+
+DEADLINE_S = 20.0
+
+T = TypeVar("T")
+
+
+def wait_until(
+    condition: Callable[[], object], *, step: Callable[[], object] | None = None, deadline_s: float = DEADLINE_S
+) -> None:
+    """Run `step` (default: wait 2 ms) until the condition holds; AssertionError at the deadline."""
+    give_up_at = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "the condition did not come to hold in time"
+        if step is not None:
+            step()
+        select.select([], [], [], 0.002)
+
+
+def take_one(receive: Callable[[], Iterator[T]], *, step: Callable[[], object] | None = None) -> T:
+    """The next message of a socket's `receive`; AssertionError at the deadline or when more than one comes."""
+    taken: list[T] = []
+
+    def take() -> list[T]:
+        taken.extend(receive())
+        return taken
+
+    wait_until(take, step=step)
+    assert len(taken) == 1
+    return taken[0]
+
+
+def num_fds() -> int:
+    """Open descriptors of this process."""
+    folder = Path("/proc/self/fd") if sys.platform == "linux" else Path("/dev/fd")
+    return len(list(folder.iterdir()))
+
+
+@contextmanager
+def transport_context() -> Iterator[TransportContext]:
+    """A context that must have no open socket at the end, nor leave a descriptor behind."""
+    before = num_fds()
+    context = TransportContext()
+    yield context
+    context.check_invariants()
+    assert context.open_sockets() == ()
+    context.close()
+    wait_until(lambda: num_fds() <= before)
+
+
+def ipc_endpoint(folder: Path) -> str:
+    """An ipc endpoint in a test's folder, short enough for the system's limit."""
+    return f"ipc://{os.path.relpath(folder)}/s" if len(str(folder)) > 80 else f"ipc://{folder}/s"
