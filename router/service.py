@@ -19,12 +19,13 @@ from common.state.events import Announced, Event, Tick
 from common.state.links import LinkState
 from common.transport.announce import AnnouncementListener
 from common.transport.async_receiver import AsyncReceiver
+from common.transport.client_links import ClientLinks
 from common.transport.context import TransportContext
 from router.api import GenerateRequest, NodeState, NodeStatus, ServiceCounts, TokenStream
+from router.async_watcher import AsyncWatcher
 from router.core.core import RouterCore
 from router.core.effects import Deliver, Effect, Finish
 from router.core.table import RequestState
-from router.links import WorkerLinks
 from router.stream import QueuedStream
 
 TICK_S = 0.05
@@ -60,7 +61,8 @@ class RouterService:
         self._context = context
         self._log = log
         self._core = RouterCore(settings.name, settings.timers, settings.limits, random.Random())
-        self._links: WorkerLinks | None = None
+        self._links: ClientLinks | None = None
+        self._watcher: AsyncWatcher | None = None
         self._listener: AnnouncementListener | None = None
         self._announcements: AsyncReceiver[Envelope] | None = None
         self._streams: dict[RequestId, QueuedStream] = {}
@@ -71,7 +73,8 @@ class RouterService:
     async def start(self) -> None:
         """Draw the incarnation, open the sockets, begin to tick."""
         own = new_incarnation()
-        self._links = WorkerLinks(self._context, own, self._settings.limits, self.on_event, self._log)
+        self._watcher = AsyncWatcher(asyncio.get_running_loop())
+        self._links = ClientLinks(self._context, own, self._settings.limits, self._watcher, self.on_event, self._log)
         for endpoint in self._settings.static_nodes:
             self._perform(self._core.add_static(endpoint, self._clock.now()))
         if self._settings.announcements:
@@ -114,8 +117,10 @@ class RouterService:
             self._announcements.close()
         if self._listener is not None:
             self._listener.close()
+        if self._watcher is not None:
+            await self._watcher.close()
         if self._links is not None:
-            await self._links.close_all()
+            self._links.close_all()
 
     async def _tick(self) -> None:
         while True:

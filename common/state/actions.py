@@ -121,6 +121,6 @@ class ExitProcess:
 
 
 Action = (
-    Send | SendHello | OpenLink | CloseLink | ResetLink | BindPeer | Probe | RunStep | SendPiece | StopPieces | OpenKv | CloseKv
-    | ExpectPieces | ForgetPieces | ExitProcess
+    Send | SendHello | OpenLink | CloseLink | ResetLink | BindPeer | Probe | RunStep | SendPiece | StopPieces
+    | OpenKv | CloseKv | ExpectPieces | ForgetPieces | ExitProcess
 )  # fmt: skip

@@ -1,0 +1,193 @@
+"""From a loaded model and settings to the parts of a node. Composes; decides nothing and does no IO by itself."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.clock import Clock
+from common.config.protocol import Limits, Timers
+from common.config.resolve import NodeSettings
+from common.device.base import Device
+from common.engine.kv_cache import KvCache, num_blocks_for
+from common.engine.runner import ModelRunner
+from common.engine.sampler import Sampler
+from common.errors import ConfigError
+from common.ids import Incarnation, new_incarnation
+from common.kv.block_pool import BlockPool
+from common.kv_transfer.zmq_backend import ZmqKvMover
+from common.model_info import Compatibility, ModelInfo
+from common.models.load import LoadedModel
+from common.node.engine_thread import EngineThread, StepRunner
+from common.node.shell import NodeParts, NodeShell
+from common.protocol.messages import PROTOCOL_VERSION
+from common.scheduling.scheduler import Scheduler
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.state.clients import ClientTable
+from common.state.handover_send import KvShape
+from common.state.leg import Leg
+from common.state.node_core import NodeCore, NodeIdentity
+from common.transport.context import TransportContext
+
+
+@dataclass(frozen=True, slots=True)
+class LegContext:
+    """What a leg is made of, beside its own tables."""
+
+    incarnation: Incarnation
+    name: str
+    scheduler: Scheduler
+    timers: Timers
+    limits: Limits
+    shape: KvShape
+    compatibility: Compatibility
+    num_blocks: int
+    block_size: int
+    clients: Callable[[], ClientTable]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a node shares with its process, or with a test."""
+
+    context: TransportContext
+    clock: Clock
+    log: logging.Logger
+    timers: Timers
+    limits: Limits
+    wrap_runner: Callable[[StepRunner], StepRunner] = lambda runner: runner
+    """For tests that stop the engine at chosen points."""
+
+
+MakeLegs = Callable[[LegContext], Sequence[Leg]]
+
+
+class NodeBuilder:
+    """Makes one node's shell out of a loaded model."""
+
+    def __init__(
+        self, loaded: LoadedModel, device: Device, settings: NodeSettings, around: Surroundings, make_legs: MakeLegs
+    ) -> None:
+        self._loaded = loaded
+        self._device = device
+        self._settings = settings
+        self._around = around
+        self._make_legs = make_legs
+        self.incarnation = new_incarnation()
+        self._cache: KvCache | None = None
+
+    def build(self) -> NodeShell:
+        """Allocate the KV cache and put the shell together. ConfigError when not even one request would fit."""
+        settings, around = self._settings, self._around
+        self._cache = cache = self._allocate()
+        pool = BlockPool(
+            cache.num_blocks, cache.block_size, self._loaded.identity, prefix_caching=settings.prefix_cache
+        )
+        scheduler = Scheduler(self._scheduler_config(), pool)
+        sampler = Sampler(self._loaded.info.vocab_size)
+        runner = around.wrap_runner(ModelRunner(self._loaded.model, cache, sampler, self._device))
+        holder: list[NodeShell] = []
+        parts = NodeParts(
+            incarnation=self.incarnation,
+            context=around.context,
+            bind=settings.bind,
+            allow_remote=settings.allow_remote,
+            make_core=lambda: self._core(scheduler, holder[0]),
+            engine=lambda post: EngineThread(runner, self._device.activate_thread, post, around.log),
+            kv=lambda post: ZmqKvMover(
+                around.context,
+                self.incarnation,
+                settings.kv_bind,
+                cache,
+                around.limits,
+                post,
+                allow_remote=settings.allow_remote,
+                checksum=settings.checksum,
+                activate=self._device.activate_thread,
+            ),
+            limits=around.limits,
+            clock=around.clock,
+            log=around.log,
+        )
+        holder.append(NodeShell(parts))
+        return holder[0]
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The model's limits, cut to this node's settings."""
+        return self._loaded.info
+
+    def _allocate(self) -> KvCache:
+        settings, specs = self._settings, self._loaded.kv_specs
+        layers = self._loaded.config.num_layers
+        block_size = self._device.supported_block_size(settings.block_size)
+        num_bytes = settings.kv_cache_bytes
+        if num_bytes is None:
+            on_cpu = self._device.name == "cpu"
+            num_bytes = settings.kv_cache_bytes_on_cpu if on_cpu else int(self._device.memory_info()[0] * 0.9)
+        num_blocks = num_blocks_for(num_bytes, specs, layers, block_size)
+        needed = -(-self._loaded.info.max_model_len // block_size) + 1
+        if num_blocks < needed:
+            raise ConfigError(
+                f"node.kv_cache_bytes: {num_bytes} bytes are {num_blocks} blocks of {block_size} tokens, but one "
+                f"request of node.max_model_len {self._loaded.info.max_model_len} tokens needs {needed}"
+            )
+        return KvCache(self._device, specs, layers, num_blocks, block_size)
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        timers, limits, settings = self._around.timers, self._around.limits, self._settings
+        return SchedulerConfig(
+            eos_token_ids=frozenset(self._loaded.info.eos_token_ids),
+            max_step_tokens=settings.max_step_tokens,
+            max_running=settings.max_running,
+            aging_s=timers.aging_s,
+            max_preempt=limits.max_preempt,
+            reserved_share=limits.reserved_share,
+            watermark_blocks_share=limits.watermark_blocks_share,
+        )
+
+    def _compatibility(self, cache: KvCache) -> Compatibility:
+        tensors = ",".join(f"{spec.name}{list(spec.shape_per_token)}" for spec in cache.specs)
+        return Compatibility(
+            protocol_version=PROTOCOL_VERSION,
+            model=self._loaded.identity,
+            kv_dtype=str(cache.specs[0].dtype).removeprefix("torch."),
+            kv_layout=tensors.replace(" ", ""),
+            block_size=cache.block_size,
+            num_layers=cache.num_layers,
+        )
+
+    def _core(self, scheduler: Scheduler, shell: NodeShell) -> NodeCore:
+        assert self._cache is not None
+        cache, around = self._cache, self._around
+        compatibility = self._compatibility(cache)
+        kv_endpoint = advertised(shell.kv_endpoint, self._settings.kv_advertise)
+        identity = NodeIdentity(
+            self.incarnation,
+            self._settings.name,
+            self._loaded.info,
+            compatibility,
+            kv_endpoints=(kv_endpoint,),
+            transports=("zmq",),
+        )
+        core: list[NodeCore] = []
+        context = LegContext(
+            incarnation=self.incarnation,
+            name=self._settings.name,
+            scheduler=scheduler,
+            timers=around.timers,
+            limits=around.limits,
+            shape=KvShape(cache.num_layers, cache.bytes_per_token // cache.num_layers),
+            compatibility=compatibility,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            clients=lambda: core[0].clients,
+        )
+        core.append(NodeCore(identity, around.timers, scheduler, self._make_legs(context)))
+        return core[0]
+
+
+def advertised(bound: str, advertise: str) -> str:
+    """How others reach a bound endpoint: as configured, a port of * standing for the bound one."""
+    if not advertise:
+        return bound
+    return advertise.removesuffix("*") + bound.rsplit(":", 1)[1] if advertise.endswith(":*") else advertise

@@ -1,0 +1,50 @@
+"""How a node watches its client links: in its poll loop, with probes in short-lived threads."""
+
+import threading
+from collections.abc import Callable
+
+from common.protocol.wire import Frame
+from common.transport.client_links import Close
+from common.transport.link_socket import LinkSocket
+from common.transport.monitor import LinkEvent, LinkMonitor
+from common.transport.poll_loop import PollLoop
+from common.transport.probe import ProbeResult, probe
+
+
+class PollWatcher:
+    """Implements `common.transport.client_links.Watcher` for one control thread."""
+
+    def __init__(self, loop: PollLoop, call_in_loop: Callable[[Callable[[], None]], None]) -> None:
+        self._loop = loop
+        self._call_in_loop = call_in_loop
+
+    def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
+        """Call back with each message."""
+
+        def ready() -> None:
+            for frames in link.receive():
+                on_message(frames)
+                if not link.is_open:
+                    return
+
+        self._loop.add(link, ready)
+        return lambda: self._loop.remove(link)
+
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+        """Call back with each connection event."""
+
+        def ready() -> None:
+            for event in monitor.receive():
+                on_event(event)
+
+        self._loop.add(monitor, ready)
+        return lambda: self._loop.remove(monitor)
+
+    def probe(self, endpoint: str, timeout_s: float, on_result: Callable[[ProbeResult], None]) -> None:
+        """Probe in a thread: a name may take long to resolve."""
+
+        def run() -> None:
+            result = probe(endpoint, timeout_s)
+            self._call_in_loop(lambda: on_result(result))
+
+        threading.Thread(target=run, name="probe", daemon=True).start()

@@ -1,0 +1,155 @@
+"""A node as a process of its own: loads the model, runs the shell, announces it, ends in order on SIGTERM.
+
+The first SIGTERM or SIGINT drains; a second one ends at once. Exit code 0 when drained or stopped, 1 otherwise.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from common.clock import MonotonicClock
+from common.config.host import probe_host
+from common.config.resolve import NodeSettings, resolve_node
+from common.config.schema import ClusterConfig, Role
+from common.device.select import select_device
+from common.errors import KvferryError, ModelLoadError
+from common.log import setup_logging
+from common.models.load import load_model
+from common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
+from common.node.shell import NodeShell
+from common.protocol.messages import Announce, Envelope
+from common.state.actions import ExitProcess
+from common.transport.announce import Announcer
+from common.transport.context import TransportContext
+
+START_TIMEOUT_S = 60.0
+
+
+def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
+    """Serve one role until told to end. Returns the exit code; raises KvferryError when it cannot start."""
+    setup_logging(config.log, role)
+    log = logging.getLogger(f"kvferry.{role}")
+    settings = _named(resolve_node(config, role, probe_host()))
+    started = time.monotonic()
+    builder, context = _build(config, settings, make_legs, log)
+    shell = builder.build()
+    thread = _ControlThread(shell)
+    try:
+        with _signals(shell, log):
+            thread.start()
+            announcer = _announce(config, settings, builder, thread, context)
+            log.info("%s serves %s at %s after %.1f s", settings.name, builder.model_info.name, shell.endpoint,
+                     time.monotonic() - started)  # fmt: skip
+            try:
+                ended = thread.wait()
+            finally:
+                announcer.close()
+    finally:
+        context.close()
+    log.info("%s ends: %s", settings.name, ended.reason)
+    return ended.code
+
+
+def _named(settings: NodeSettings) -> NodeSettings:
+    name = settings.name or f"{settings.role}-{socket.gethostname()}-{os.getpid()}"
+    return replace(settings, name=name)
+
+
+def _build(
+    config: ClusterConfig, settings: NodeSettings, make_legs: MakeLegs, log: logging.Logger
+) -> tuple[NodeBuilder, TransportContext]:
+    if not config.model.path:
+        raise ModelLoadError("model.path is empty: name a HuggingFace directory or a GGUF file")
+    device = select_device(settings.device, settings.threads, settings.device_index)
+    device.activate_thread()
+    loaded = load_model(
+        Path(config.model.path),
+        device=device,
+        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        max_model_len=settings.max_model_len,
+        model_name=config.model.name or None,
+        progress=os.isatty(2),
+    )
+    context = TransportContext()
+    around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)
+    return NodeBuilder(loaded, device, settings, around, make_legs), context
+
+
+def _announce(
+    config: ClusterConfig,
+    settings: NodeSettings,
+    builder: NodeBuilder,
+    thread: "_ControlThread",
+    context: TransportContext,
+) -> Announcer:
+    shell = thread.shell
+    if not shell.wait_bound(START_TIMEOUT_S) or not shell.endpoint:
+        thread.wait()  # raises what went wrong
+        raise KvferryError("the node did not start")
+    announce = Announce(
+        name=settings.name,
+        role=settings.role,
+        model=builder.model_info.name,
+        endpoint=advertised(shell.endpoint, settings.advertise),
+    )
+    announcer = Announcer(context, config.discovery.announce_to, config.timers, config.limits)
+    announcer.start(Envelope(builder.incarnation, builder.incarnation, announce))
+    return announcer
+
+
+@contextmanager
+def _signals(shell: NodeShell, log: logging.Logger) -> Iterator[None]:
+    """Drain at the first signal, end at the second."""
+    seen: list[int] = []
+
+    def on_signal(number: int, _frame: object) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            shell.drain()
+        else:
+            shell.stop("stopped by a second signal")
+
+    old = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        if seen:
+            log.info("asked to end by %s", signal.Signals(seen[0]).name)
+
+
+class _ControlThread:
+    """Runs a shell and keeps how it ended."""
+
+    def __init__(self, shell: NodeShell) -> None:
+        self.shell = shell
+        self._ended: ExitProcess | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def wait(self) -> ExitProcess:
+        """Wait for the end; signals are handled meanwhile. Raises what the thread raised."""
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+        if self._error is not None:
+            raise self._error
+        assert self._ended is not None
+        return self._ended
+
+    def _run(self) -> None:
+        try:
+            self._ended = self.shell.run()
+        except BaseException as error:  # noqa: BLE001  carried over to the main thread, which raises it
+            self._error = error

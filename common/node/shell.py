@@ -1,0 +1,286 @@
+"""The control thread of a node: owns the sockets and the core, performs what the core decides. Decides nothing.
+
+Everything from other threads (steps done, pieces sent or written, drain) comes through one inbox. A tick comes only
+after all that waited has been taken in, so that a process that slept does not judge others by its own sleep.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.clock import Clock
+from common.config.protocol import Limits
+from common.errors import InvariantError, ProtocolError
+from common.ids import Incarnation, TransferKey
+from common.node.engine_thread import EngineThread
+from common.node.poll_watcher import PollWatcher
+from common.protocol.messages import Envelope, Message, Piece
+from common.protocol.wire import decode, encode
+from common.scheduling.step import StepPlan
+from common.state.actions import (
+    Action,
+    BindPeer,
+    CloseKv,
+    CloseLink,
+    ExitProcess,
+    ExpectPieces,
+    ForgetPieces,
+    OpenKv,
+    OpenLink,
+    Probe,
+    ResetLink,
+    RunStep,
+    Send,
+    SendHello,
+    SendPiece,
+    StopPieces,
+)
+from common.state.events import DrainRequested, Event, Received, Tick
+from common.state.node_core import NodeCore
+from common.transport.client_links import ClientLinks
+from common.transport.context import TransportContext
+from common.transport.node_socket import NodeSocket
+from common.transport.options import SocketOptions
+from common.transport.poll_loop import PollLoop
+from common.transport.wakeup import Inbox, Wakeup
+
+TICK_S = 0.05
+MAX_RECEIVED_PER_TURN = 5000
+"""Messages taken in before the clock is looked at again."""
+ENGINE_STOP_S = 20.0
+
+
+class KvMover(Protocol):
+    """What moves KV for this node; one of `common.kv_transfer`."""
+
+    def start(self) -> str:
+        """Bind and begin; returns the endpoint that others send to."""
+        ...
+
+    def open(self, peer: Incarnation, endpoint: str) -> None:
+        """Make ready to send to this life."""
+        ...
+
+    def close_peer(self, peer: Incarnation) -> None:
+        """Nothing goes to this life any more."""
+        ...
+
+    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+        """Read the piece's blocks and send them; posts PieceSent or KvSendFailed."""
+        ...
+
+    def stop(self, key: TransferKey) -> None:
+        """Read nothing more for this key; posts PiecesStopped."""
+        ...
+
+    def expect(self, key: TransferKey, block_table: tuple[int, ...]) -> None:
+        """Let pieces of this key be written; posts PieceArrived or PieceBad for each."""
+        ...
+
+    def forget(self, key: TransferKey) -> None:
+        """When it returns, nothing is written for this key any more."""
+        ...
+
+    def close(self) -> None:
+        """End, and close everything."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What a shell is put together from."""
+
+    incarnation: Incarnation
+    context: TransportContext
+    bind: str
+    allow_remote: bool
+    make_core: Callable[[], NodeCore]
+    """Called once, on the control thread, when all endpoints are known."""
+    engine: Callable[[Callable[[Event], None]], EngineThread]
+    kv: Callable[[Callable[[Event], None]], KvMover]
+    limits: Limits
+    clock: Clock
+    log: logging.Logger
+
+
+class NodeShell:
+    """One node's control thread. `run` in a thread of the caller's; `drain` and `stop` from any thread or signal."""
+
+    def __init__(self, parts: NodeParts) -> None:
+        self._parts = parts
+        self._log = parts.log
+        self._wakeup = Wakeup()
+        self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._wakeup)
+        self._loop = PollLoop()
+        self._socket = NodeSocket(parts.context, SocketOptions.control(parts.limits))
+        self._links = ClientLinks(
+            parts.context,
+            parts.incarnation,
+            parts.limits,
+            PollWatcher(self._loop, self._inbox.put),
+            self._take,
+            parts.log,
+        )
+        self._engine = parts.engine(self._inbox.put)
+        self._kv = parts.kv(self._inbox.put)
+        self._core: NodeCore | None = None
+        self._exit: ExitProcess | None = None
+        self._bound = threading.Event()
+        self.endpoint = ""
+        self.kv_endpoint = ""
+        self.malformed = 0
+        """Messages dropped since they broke the protocol."""
+
+    # -- from other threads
+
+    def drain(self) -> None:
+        """Finish what is there, then end."""
+        self._inbox.put(DrainRequested())
+
+    def stop(self, reason: str = "stopped") -> None:
+        """End now, whatever is in flight."""
+        self._inbox.put(lambda: self._perform(ExitProcess(reason, 0)))
+
+    def wait_bound(self, timeout_s: float) -> bool:
+        """Wait until the endpoints are known (or the thread has ended)."""
+        return self._bound.wait(timeout_s)
+
+    def call(self, function: Callable[[NodeCore], None]) -> None:
+        """Let a function see the core, on its own thread (checks of invariants)."""
+        self._inbox.put(lambda: function(self.core))
+
+    @property
+    def core(self) -> NodeCore:
+        """The node's decisions; to be touched on the control thread only."""
+        if self._core is None:
+            raise InvariantError("the node has not been started")
+        return self._core
+
+    # -- the control thread
+
+    def run(self) -> ExitProcess:
+        """Serve until the core says exit. Raises ConfigError when an endpoint cannot be bound."""
+        try:
+            self._open()
+            self._bound.set()
+            self._serve()
+        finally:
+            self._bound.set()
+            self._close()
+        assert self._exit is not None
+        return self._exit
+
+    def _open(self) -> None:
+        self._wakeup.open()
+        self._loop.add(self._wakeup, self._drain_inbox)
+        self.endpoint = self._socket.bind(self._parts.bind, allow_remote=self._parts.allow_remote)
+        self._loop.add(self._socket, self._drain_socket)
+        self.kv_endpoint = self._kv.start()
+        self._core = self._parts.make_core()
+        self._engine.start()
+
+    def _serve(self) -> None:
+        next_tick = self._parts.clock.now()
+        while self._exit is None:
+            self._loop.run_once(max(0.0, next_tick - self._parts.clock.now()))
+            now = self._parts.clock.now()
+            if now >= next_tick:
+                self._drain_socket()
+                self._drain_inbox()
+                self._take(Tick())
+                self._socket.flush()
+                self._links.flush()
+                next_tick = now + TICK_S
+
+    def _close(self) -> None:
+        self._engine.stop(ENGINE_STOP_S)
+        self._kv.close()
+        self._links.close_all()
+        self._loop.remove(self._wakeup)
+        self._socket.close()
+        self._wakeup.close()
+
+    def _drain_socket(self) -> None:
+        received = 0
+        while received < MAX_RECEIVED_PER_TURN:
+            batch = 0
+            for peer, frames in self._socket.receive():
+                batch += 1
+                try:
+                    envelope = decode(frames, self._parts.limits)
+                except ProtocolError as error:
+                    self._refuse(peer, error)
+                    continue
+                if envelope.sender == peer:
+                    self._take(Received(envelope))
+                else:
+                    self._refuse(peer, ProtocolError("the header names another sender than the connection"))
+            if batch == 0:
+                return
+            received += batch
+
+    def _refuse(self, peer: Incarnation, error: ProtocolError) -> None:
+        """A flood of nonsense must not become a flood of log lines."""
+        self.malformed += 1
+        if self.malformed & (self.malformed - 1) == 0:
+            self._log.warning("dropped message %d that breaks the protocol, from %s: %s", self.malformed, peer, error)
+
+    def _drain_inbox(self) -> None:
+        for item in self._inbox.take_all():
+            if callable(item):
+                item()
+            else:
+                self._take(item)
+
+    def _take(self, event: Event) -> None:
+        for action in self.core.handle(event, self._parts.clock.now()):
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send(peer, message):
+                self._send(peer, message)
+            case RunStep(plan):
+                self._run_step(plan)
+            case SendPiece(_, piece, block_table):
+                self._kv.send(piece, block_table)
+            case StopPieces(key):
+                self._kv.stop(key)
+            case ExpectPieces(key, block_table):
+                self._kv.expect(key, block_table)
+            case ForgetPieces(key):
+                self._kv.forget(key)
+            case OpenKv(peer, endpoint):
+                self._kv.open(peer, endpoint)
+            case CloseKv(peer):
+                self._kv.close_peer(peer)
+            case SendHello(endpoint, message):
+                self._links.send_unaddressed(endpoint, message)
+            case OpenLink(endpoint):
+                self._links.open(endpoint)
+            case CloseLink(endpoint):
+                self._links.close(endpoint)
+            case ResetLink(endpoint):
+                self._links.reset(endpoint)
+            case BindPeer(endpoint, peer):
+                self._links.bind_peer(endpoint, peer)
+            case Probe(endpoint):
+                self._links.probe(endpoint)
+            case ExitProcess():
+                self._exit = self._exit or action
+
+    def _run_step(self, plan: StepPlan) -> None:
+        self._engine.submit(plan)
+
+    def _send(self, peer: Incarnation, message: Message) -> None:
+        if self._links.reaches(peer):
+            self._links.send(peer, message)
+            return
+        try:
+            frames = encode(Envelope(self._parts.incarnation, peer, message), self._parts.limits)
+        except ProtocolError as error:
+            self._log.error("a %s was not sent: %s", type(message).__name__, error)
+            return
+        self._socket.send(peer, frames)

@@ -1,0 +1,10 @@
+"""`run` serves a decode node in this process."""
+
+from common.config.schema import ClusterConfig
+from common.node.process import run_node
+from decode_node.build import make_leg
+
+
+def run(config: ClusterConfig) -> int:
+    """Serve until told to end; returns the exit code."""
+    return run_node(config, "decode", lambda context: (make_leg(context),))

@@ -1,0 +1,22 @@
+"""Makes the prefill leg. Composition only."""
+
+from common.node.build import LegContext
+from common.protocol.messages import Hello
+from common.state.links import LinkTable
+from prefill_node.core.decode_links import DecodeLinks
+from prefill_node.core.leg import PrefillLeg
+
+
+def make_leg(context: LegContext) -> PrefillLeg:
+    """The leg of a prefill node."""
+    hello = Hello(kind="prefill", name=context.name, compatibility=context.compatibility)
+    return PrefillLeg(
+        me=context.incarnation,
+        scheduler=context.scheduler,
+        timers=context.timers,
+        limits=context.limits,
+        shape=context.shape,
+        decodes=DecodeLinks(LinkTable(hello, context.timers)),
+        num_blocks=context.num_blocks,
+        block_size=context.block_size,
+    )

@@ -1,0 +1,49 @@
+"""How a router worker watches its sockets: in its asyncio loop."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from common.protocol.wire import Frame
+from common.transport.async_receiver import AsyncReceiver
+from common.transport.client_links import Close
+from common.transport.link_socket import LinkSocket
+from common.transport.monitor import LinkEvent, LinkMonitor
+from common.transport.probe import ProbeResult, probe_async
+
+
+class AsyncWatcher:
+    """Implements `common.transport.client_links.Watcher`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._probes: set[asyncio.Task[None]] = set()
+
+    def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
+        """Call back with each message."""
+        receiver = AsyncReceiver(self._loop, link, on_message)
+        receiver.open()
+        return receiver.close
+
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+        """Call back with each connection event."""
+        receiver = AsyncReceiver(self._loop, monitor, on_event)
+        receiver.open()
+        return receiver.close
+
+    def probe(self, endpoint: str, timeout_s: float, on_result: Callable[[ProbeResult], None]) -> None:
+        """Probe in a task of the loop."""
+
+        async def run() -> None:
+            on_result(await probe_async(endpoint, timeout_s))
+
+        task = self._loop.create_task(run())
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def close(self) -> None:
+        """Cancel probes that are under way."""
+        for task in list(self._probes):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task

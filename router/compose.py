@@ -1,0 +1,72 @@
+"""One gunicorn worker's application, put together from the configuration. Composes; opens nothing before startup."""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+
+from prometheus_client import CollectorRegistry
+
+from common.clock import MonotonicClock
+from common.config.schema import ClusterConfig
+from common.transport.context import TransportContext
+from router.app import AppDependencies, create_app
+from router.http.metrics import RouterMetrics
+from router.http.shell import AsgiShell
+from router.service import RouterService, ServiceSettings
+
+
+def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
+    """The ASGI application of a worker. Its service starts with the worker's lifespan and drains at SIGTERM."""
+    log = logging.getLogger("kvferry.router")
+    context = TransportContext()
+    clock = MonotonicClock()
+    settings = ServiceSettings(
+        name=f"worker-{os.getpid()}",
+        timers=config.timers,
+        limits=config.limits,
+        static_nodes=config.router.nodes,
+        announcements=config.discovery.proxy_workers,
+    )
+    service = RouterService(settings, clock, context, log)
+
+    async def start() -> None:
+        await service.start()
+        drain_at_sigterm(service)
+
+    async def stop() -> None:
+        await service.stop()
+        context.close()
+
+    return create_app(
+        AppDependencies(
+            service=service,
+            settings=config.router,
+            metrics=RouterMetrics(CollectorRegistry(), os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")),
+            access_log=logging.getLogger("kvferry.access"),
+            logger=log,
+            clock=clock,
+            version=version,
+            on_startup=start,
+            on_shutdown=stop,
+        )
+    )
+
+
+def drain_at_sigterm(service: RouterService) -> None:
+    """Tell the service when the server is told to end: it finishes its streams within the drain, the server waits.
+
+    The server's own handler is kept and called; it is in place before startup. No effect outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    loop = asyncio.get_running_loop()
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def on_sigterm(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(service.drain)
+        if callable(previous):
+            previous(number, frame)  # type: ignore[arg-type]
+
+    signal.signal(signal.SIGTERM, on_sigterm)
