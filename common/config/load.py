@@ -91,7 +91,8 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, TomlValue]]) -> None:
     sections = section_types()
     for name, content in tables.items():
         if name not in sections:
-            raise ConfigError(f"[{name}]: unknown section{_nearest(name, sections, '[{}]')}")
+            hint = _nearest(name, sections, "[{}]") or "; there are " + ", ".join(sections)
+            raise ConfigError(f"[{name}]: unknown section{hint}")
         known = [field.name for field in msgspec.structs.fields(sections[name])]
         for key in content:
             if key not in known:

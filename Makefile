@@ -1,0 +1,55 @@
+# What a user and the tests type. Needs Python 3.11 or later with venv and headers, gcc, g++ and make.
+#
+#   make setup    environment in .venv, dependencies, the small real model
+#   make demo     a cluster, one streamed request, everything stopped again
+#   make serve    the same cluster until Ctrl-C; ARGS="--port 8000" and the like are passed on
+#   make check    lint, format, types, import rules
+#   make test     check, then every test
+#   make clean    remove what the others made here; the model stays in the user's cache
+#
+# PIP_ARGS goes to every pip install, TORCH says which torch. PyTorch's CPU build, for example:
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: setup demo serve check test clean
+
+setup: $(STAMP)
+	@$(BIN)/python -m ops.model_store >/dev/null
+
+$(STAMP): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; name one with PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and alone: with a looser range pip may bring gigabytes of CUDA libraries.
+	$(PIP) install $(PIP_ARGS) "$(TORCH)" "setuptools>=77"
+	@# Without build isolation: an isolated build would ask the index again for what is here.
+	$(PIP) install $(PIP_ARGS) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	@$(BIN)/python -m ops.cli.main demo
+
+serve: setup
+	@$(BIN)/python -m ops.cli.main serve $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup check
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

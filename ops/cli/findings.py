@@ -1,0 +1,141 @@
+"""What `kvferry doctor` looks at, one function a subject. Each returns; none raises for what is missing."""
+
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from common.config.host import probe_host
+from common.config.load import load_config
+from common.config.resolve import default_kv_cache_bytes, nodes_on_host
+from ops import model_store
+
+_MIB = 1 << 20
+_ENOUGH_MEMORY_BYTES = 4 << 30
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One subject: what was found, or what is missing and what then."""
+
+    what: str
+    ok: bool
+    detail: str
+
+
+def examine() -> tuple[Finding, ...]:
+    """Look at everything."""
+    found = [python(), *devices(), cpu_features(), compiler(), cores(), memory(), zeromq(), *ports(), model_cache()]
+    return tuple(found)
+
+
+def python() -> Finding:
+    """The interpreter, and torch beside it."""
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        return Finding("python", False, f"{platform.python_version()}, no torch: nodes cannot run here, a router can")
+    ok = sys.version_info >= (3, 11)
+    return Finding("python", ok, f"{platform.python_version()}, {torch}" + ("" if ok else "; 3.11 or later is needed"))
+
+
+def devices() -> Iterator[Finding]:
+    """The devices nodes could compute on. The CPU alone is enough."""
+    try:
+        from common.device.select import probe_devices
+    except ImportError as error:
+        yield Finding("devices", False, f"cannot be looked at: {error}")
+        return
+    probes = probe_devices()
+    for probe in probes:
+        yield Finding(f"device {probe.name}", probe.available, probe.detail)
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
+    """What the CPU can that matters for bfloat16 matmuls."""
+    try:
+        words = set(cpuinfo.read_text(errors="replace").split())
+    except OSError:
+        return Finding("cpu features", True, f"{platform.machine()}; not listed by this system")
+    present = [flag for flag in _CPU_FLAGS if flag in words]
+    fast = any("bf16" in flag for flag in present)
+    advice = "" if fast else "; no bfloat16 instructions, so bfloat16 saves memory but not much time"
+    return Finding("cpu features", bool(present), (", ".join(present) or "none that matter") + advice)
+
+
+def compiler() -> Finding:
+    """A C++ compiler, for native ops."""
+    for name in (os.environ.get("CXX", ""), "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return Finding("compiler", True, path)
+    return Finding("compiler", False, "no g++ or clang++: the torch ops are used, which are slower")
+
+
+def cores() -> Finding:
+    """Cores, and what a node gets of them by default."""
+    host = probe_host()
+    nodes = nodes_on_host(load_config())
+    share = max(1, host.cores // nodes)
+    ok = host.cores >= nodes
+    advice = "" if ok else f"; {nodes} nodes share {host.cores} core"
+    return Finding("cores", ok, f"{host.cores}; {share} a node by default{advice}")
+
+
+def memory() -> Finding:
+    """Free memory, and what a node's KV cache gets of it by default."""
+    free = probe_host().free_memory_bytes
+    cache = default_kv_cache_bytes(free, nodes_on_host(load_config()))
+    ok = free >= _ENOUGH_MEMORY_BYTES
+    advice = "" if ok else "; tight for two nodes of the small model, which need about 3 GiB"
+    return Finding("memory", ok, f"{free // _MIB} MiB free; KV cache {cache // _MIB} MiB a node by default{advice}")
+
+
+def zeromq() -> Finding:
+    """libzmq and whether it can encrypt."""
+    try:
+        from common.transport.features import zmq_features
+    except ImportError as error:
+        return Finding("zeromq", False, f"cannot be looked at: {error}")
+    return Finding("zeromq", *zmq_features())
+
+
+def ports() -> Iterator[Finding]:
+    """Whether the default ports are free."""
+    config = load_config()
+    wanted = {
+        "HTTP": config.router.port,
+        "announcements": int(config.discovery.proxy_nodes.rpartition(":")[2]),
+        "members": int(config.discovery.proxy_workers.rpartition(":")[2]),
+    }
+    for use, port in wanted.items():
+        free = is_free(port)
+        yield Finding(
+            f"port {port}", free, f"{use}: " + ("free" if free else "in use; choose another in the configuration")
+        )
+
+
+def model_cache() -> Finding:
+    """The small real model."""
+    path = model_store.model_path()
+    if model_store.has_model():
+        intact = model_store.is_intact()
+        return Finding("small model", intact, str(path) if intact else f"{path} is damaged: remove it")
+    return Finding("small model", False, f"not in {path.parent} yet; `kvferry serve` fetches it (94 MiB)")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on a loopback port now."""
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,142 @@
+"""`kvferry infer`: one request to a running router, by token ids or by text."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.errors import ConfigError
+from ops import model_store
+from ops.cli.errors import DONE
+
+if TYPE_CHECKING:
+    from common.tokenizer import Tokenizer
+    from ops.cli.token_client import Parameters, TokenAnswer, TokenClient
+
+_PARAMETERS: dict[str, type] = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "seed": int,
+    "repetition_penalty": float,
+    "priority": int,
+    "timeout": int,
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser("infer", help="send one request", description="Sends one request to a running router.")
+    parser.add_argument("--url", default="http://127.0.0.1:1025", help="the router (http://127.0.0.1:1025)")
+    parser.add_argument("--model", required=True, metavar="NAME", help="the model's name")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--tokens", metavar="1,2,3", help="the prompt as token ids")
+    prompt.add_argument("--text", help="the prompt as text; needs the model's tokenizer")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="model directory or GGUF; default: the small model"
+    )
+    parser.add_argument("--chat", action="store_true", help="put --text into the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="most tokens to generate (20)")
+    parser.add_argument("--stream", action="store_true", help="show tokens as they come, and TTFT, TPOT and the nodes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--do-sample", action="store_true", default=None, help="draw tokens, not the likeliest")
+    for name, kind in _PARAMETERS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send the request and show the answer."""
+    from ops.cli.token_client import TokenClient
+
+    tokenizer = _tokenizer(args)
+    prompt = _prompt(args, tokenizer)
+    with TokenClient(args.url, args.model) as client:
+        if not args.stream:
+            answer = client.infer(prompt, _parameters(args))
+        elif args.json:
+            answer = client.stream(prompt, _parameters(args), lambda token_ids: None)
+        else:
+            answer = show_stream(client, prompt, _parameters(args), tokenizer)
+    text = tokenizer.decode(answer.token_ids) if tokenizer is not None else None
+    if args.json:
+        print(json.dumps(answer_fields(answer, text), ensure_ascii=False))
+    else:
+        print("\n".join(answer_lines(answer, text)))
+    return DONE
+
+
+def show_stream(
+    client: "TokenClient", prompt: list[int], parameters: "Parameters", tokenizer: "Tokenizer | None"
+) -> "TokenAnswer":
+    """Stream an answer to stdout, as text where there is a tokenizer, else as ids; ends the line."""
+    pieces = tokenizer.stream() if tokenizer is not None else None
+
+    def show(token_ids: list[int]) -> None:
+        shown = pieces.push(token_ids) if pieces is not None else "".join(f"{token_id} " for token_id in token_ids)
+        print(shown, end="", flush=True)
+
+    answer = client.stream(prompt, parameters, show)
+    print(pieces.flush() if pieces is not None else "")
+    return answer
+
+
+def answer_lines(answer: "TokenAnswer", text: str | None) -> list[str]:
+    """The answer for people."""
+    usage = " ".join(f"{name}={count}" for name, count in answer.usage.items())
+    lines = [] if text is None else [f"text   {text!r}"]
+    lines.append(f"ids    {answer.token_ids}")
+    lines.append(f"tokens {len(answer.token_ids)} in {answer.total_s:.3f} s {answer.finish_reason} {usage}".rstrip())
+    if answer.ttft_s is not None:
+        lines.append(f"TTFT   {answer.ttft_s * 1000:.1f} ms")
+    if answer.tpot_s is not None:
+        lines.append(f"TPOT   {answer.tpot_s * 1000:.1f} ms")
+    if answer.prefill_node or answer.decode_node:
+        lines.append(f"nodes  prefill={answer.prefill_node} decode={answer.decode_node}")
+    return lines
+
+
+def answer_fields(answer: "TokenAnswer", text: str | None) -> dict[str, object]:
+    """The answer for programs. Times in seconds."""
+    return {
+        "token_ids": answer.token_ids,
+        "text": text,
+        "finish_reason": answer.finish_reason or None,
+        "usage": dict(answer.usage) or None,
+        "total_s": answer.total_s,
+        "ttft_s": answer.ttft_s,
+        "tpot_s": answer.tpot_s,
+        "nodes": {"prefill": answer.prefill_node, "decode": answer.decode_node} if answer.prefill_node else None,
+    }
+
+
+def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
+    path: Path | None = args.tokenizer
+    if path is None and model_store.has_model() and (args.text is not None or args.model == model_store.MODEL_NAME):
+        path = model_store.model_path()
+    if path is None:
+        if args.text is not None:
+            raise ConfigError("--text needs the model's tokenizer: --tokenizer PATH")
+        return None
+    from common.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def _prompt(args: argparse.Namespace, tokenizer: "Tokenizer | None") -> list[int]:
+    if args.tokens is not None:
+        try:
+            return [int(word) for word in args.tokens.split(",")]
+        except ValueError:
+            raise ConfigError(f"--tokens: expected integers with commas between, got {args.tokens!r}") from None
+    assert tokenizer is not None
+    if args.chat:
+        from ops.cli.chat import chat_prompt
+
+        return chat_prompt(tokenizer, args.text)
+    return tokenizer.encode(args.text)
+
+
+def _parameters(args: argparse.Namespace) -> "Parameters":
+    names = ("max_new_tokens", "do_sample", *_PARAMETERS)
+    return {name: value for name in names if (value := getattr(args, name)) is not None}

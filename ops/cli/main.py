@@ -1,0 +1,58 @@
+"""`kvferry`: finds the command, runs it, and turns what goes wrong into an exit code and one clear line."""
+
+import argparse
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+from ops.cli import demo, doctor, infer, node, router, serve
+from ops.cli.errors import DONE, WRONG_USE, report
+
+_COMMANDS = (serve, router, node, infer, doctor, demo)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a wrong use on one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        self.exit(WRONG_USE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of all commands."""
+    parser = _Parser(prog="kvferry", description="A disaggregated prefill/decode token-inference server.")
+    parser.add_argument("--version", action="version", version=f"kvferry {_version()}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks (as KVFERRY_DEBUG=1 does)")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read the output has enough of it. The next flush, at exit, must not fail again.
+        sys.stdout = None
+        return DONE
+    except KeyboardInterrupt as error:
+        return report(error, f"kvferry {args.command}", debug=args.debug)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a user sees one line, never a traceback
+        return report(error, f"kvferry {args.command}", debug=args.debug)
+    return code
+
+
+def _version() -> str:
+    try:
+        return version("kvferry")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

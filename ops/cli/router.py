@@ -1,0 +1,31 @@
+"""`kvferry router`: this host's router workers, and its announcement proxy if it has one."""
+
+import argparse
+
+from common.log import setup_logging
+from ops.cli.errors import DONE
+from ops.cli.options import add_config_options, printed, read_config
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "router",
+        help="start the router of a cluster",
+        description="Starts gunicorn with the router's workers and this host's announcement proxy, and prints "
+        "`listening http://host:port` when HTTP is answered.",
+    )
+    add_config_options(parser, required=True)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    config = read_config(args)
+    if printed(args, config):
+        return DONE
+    setup_logging(config.log, "router")
+    from ops.launcher.serve import serve_router
+
+    serve_router(config)
+    return DONE

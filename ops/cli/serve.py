@@ -1,0 +1,66 @@
+"""`kvferry serve`: a whole cluster on this machine."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.config.load import Override
+from common.log import setup_logging
+from ops.cli.errors import DONE
+from ops.cli.options import add_config_options, printed, read_config
+
+_FLAGS = {
+    "model_name": ("model", "name"),
+    "prefill": ("serve", "prefill"),
+    "decode": ("serve", "decode"),
+    "workers": ("router", "workers"),
+    "host": ("router", "host"),
+    "port": ("router", "port"),
+    "dtype": ("model", "dtype"),
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command."""
+    parser = commands.add_parser(
+        "serve",
+        help="start router, prefill and decode nodes on this machine",
+        description="Starts a whole cluster on this machine and prints `ready http://host:port model=NAME` when it "
+        "serves. Ctrl-C stops it in order, a second one at once.",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
+    )
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="its name in URLs; default: the file's or directory's name"
+    )
+    parser.add_argument("--prefill", type=int, metavar="N", help="prefill nodes (1)")
+    parser.add_argument("--decode", type=int, metavar="M", help="decode nodes (1)")
+    parser.add_argument("--workers", type=int, metavar="W", help="gunicorn workers of the router (2)")
+    parser.add_argument("--host", metavar="H", help="address to serve HTTP on (127.0.0.1)")
+    parser.add_argument("--port", type=int, metavar="P", help="port to serve HTTP on (1025); 0 picks one")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="type of weights and computing")
+    add_config_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    config = read_config(args, _overrides(args))
+    if printed(args, config):
+        return DONE
+    setup_logging(config.log, "serve")
+    from ops.launcher.serve import serve
+    from ops.model_choice import with_model
+
+    serve(with_model(config))
+    return DONE
+
+
+def _overrides(args: argparse.Namespace) -> Iterator[Override]:
+    if args.model is not None:
+        yield Override("model", "path", str(Path(args.model).expanduser().absolute()))
+    for flag, (section, key) in _FLAGS.items():
+        value = getattr(args, flag)
+        if value is not None:
+            yield Override(section, key, value)

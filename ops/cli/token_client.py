@@ -1,0 +1,160 @@
+"""A client of the token API, unary and streamed, that takes its own times. Used by `kvferry infer` and the demo."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote, urlsplit
+
+import httpx
+import orjson
+
+from common.errors import KvferryError
+
+Parameters = Mapping[str, int | float | bool]
+"""The request's `parameters`, by the names of the API."""
+
+_DATA = "data:"
+_LONGEST_S = 3600.0
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAnswer:
+    """What came back. Times are seconds since the request was sent; None where a unary answer does not tell."""
+
+    token_ids: list[int]
+    total_s: float
+    ttft_s: float | None = None
+    """Time to the first token."""
+    tpot_s: float | None = None
+    """Mean time per output token after the first."""
+    finish_reason: str = ""
+    usage: Mapping[str, int] = field(default_factory=dict)
+    prefill_node: str = ""
+    decode_node: str = ""
+
+
+class TokenClient:
+    """One model behind one router. Use it as a context manager."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._path = f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}/infer"
+        # A proxy from the environment is for the world, not for this machine.
+        trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
+        self._http = httpx.Client(timeout=httpx.Timeout(_LONGEST_S, connect=_CONNECT_S), trust_env=trust_env)
+
+    def __enter__(self) -> "TokenClient":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._http.close()
+
+    def infer(self, prompt: Sequence[int], parameters: Parameters) -> TokenAnswer:
+        """The whole answer at once. KvferryError when the router refuses or cannot be reached."""
+        sent = time.monotonic()
+        try:
+            response = self._http.post(self._path, content=_body(prompt, parameters))
+        except httpx.HTTPError as error:
+            raise _unreachable(self._path, error) from error
+        _demand_ok(response)
+        return TokenAnswer(_unary_ids(response), time.monotonic() - sent)
+
+    def stream(
+        self, prompt: Sequence[int], parameters: Parameters, on_tokens: Callable[[list[int]], None]
+    ) -> TokenAnswer:
+        """The answer with times; `on_tokens` gets every piece as it comes. KvferryError also when the stream breaks."""
+        sent = time.monotonic()
+        try:
+            with self._http.stream(
+                "POST", self._path, content=_body(prompt, parameters), headers={"Accept": "text/event-stream"}
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    response.read()
+                _demand_ok(response)
+                return _read_stream(_events(response), sent, on_tokens)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._path, error) from error
+
+
+def _read_stream(
+    events: Iterator[dict[str, object]], sent: float, on_tokens: Callable[[list[int]], None]
+) -> TokenAnswer:
+    token_ids: list[int] = []
+    first = last = None
+    for event in events:
+        if "error" in event:
+            raise KvferryError(f"after {len(token_ids)} tokens: {event.get('error_type')}: {event['error']}")
+        new = _integers(event.get("token_ids", []))
+        if new:
+            if event.get("index") != len(token_ids):
+                raise KvferryError(f"the stream went from index {len(token_ids)} to {event.get('index')}")
+            last = time.monotonic() - sent
+            first = last if first is None else first
+            token_ids += new
+            on_tokens(new)
+        if "finish_reason" in event:
+            return _answer(event, token_ids, time.monotonic() - sent, first, last)
+    raise KvferryError(f"the stream ended after {len(token_ids)} tokens without saying why")
+
+
+def _answer(
+    event: Mapping[str, object], token_ids: list[int], total_s: float, first: float | None, last: float | None
+) -> TokenAnswer:
+    later = len(token_ids) - 1
+    usage, nodes = event.get("usage"), event.get("nodes")
+    named = nodes if isinstance(nodes, dict) else {}
+    return TokenAnswer(
+        token_ids,
+        total_s,
+        ttft_s=first,
+        tpot_s=None if first is None or last is None or later < 1 else (last - first) / later,
+        finish_reason=str(event["finish_reason"]),
+        usage=usage if isinstance(usage, dict) else {},
+        prefill_node=str(named.get("prefill", "")),
+        decode_node=str(named.get("decode", "")),
+    )
+
+
+def _body(prompt: Sequence[int], parameters: Parameters) -> bytes:
+    tensor = {"name": "input0", "shape": [1, len(prompt)], "datatype": "UINT32", "data": list(prompt)}
+    return orjson.dumps({"inputs": [tensor], "outputs": [{"name": "output0"}], "parameters": dict(parameters)})
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, object]]:
+    for line in response.iter_lines():
+        if line.startswith(_DATA):
+            try:
+                event = orjson.loads(line.removeprefix(_DATA))
+            except orjson.JSONDecodeError:
+                event = None
+            if not isinstance(event, dict):
+                raise KvferryError(f"not an event of a token stream: {line[:80]}")
+            yield event
+
+
+def _unary_ids(response: httpx.Response) -> list[int]:
+    try:
+        return _integers(orjson.loads(response.content)["outputs"][0]["data"])
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        raise KvferryError(f"not an answer of the token API: {response.text[:80]}") from None
+
+
+def _integers(value: object) -> list[int]:
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise KvferryError("the answer holds something else than token ids")
+    return [int(item) for item in value]
+
+
+def _demand_ok(response: httpx.Response) -> None:
+    if response.status_code == httpx.codes.OK:
+        return
+    try:
+        body = orjson.loads(response.content)
+        said = f"{body['error_type']}: {body['error']}"
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        said = response.text[:200]
+    raise KvferryError(f"{response.status_code} {said}")
+
+
+def _unreachable(path: str, error: httpx.HTTPError) -> KvferryError:
+    return KvferryError(f"{path}: {error or type(error).__name__}")

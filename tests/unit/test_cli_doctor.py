@@ -1,0 +1,54 @@
+"""`kvferry doctor`: every subject says something, and nothing that is missing makes it fail."""
+
+import json
+import socket
+from pathlib import Path
+
+from ops.cli import findings
+from ops.cli.main import main
+
+
+def test_everything_is_looked_at(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    subjects = {finding["what"] for finding in found}
+    assert {"python", "device cpu", "compiler", "cores", "memory", "zeromq", "port 1025", "small model"} <= subjects
+    assert all(finding["detail"] for finding in found)
+
+
+def test_people_get_one_line_a_subject(capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert all(line.startswith(("ok   ", "warn ")) for line in lines)
+
+
+def test_no_compiler_is_told(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    finding = findings.compiler()
+    assert not finding.ok
+    assert "slower" in finding.detail
+
+
+def test_cpu_features_are_read(tmp_path: Path):
+    (tmp_path / "old").write_text("flags : fpu avx2 sse\n")
+    (tmp_path / "new").write_text("flags : fpu avx2 avx512f avx512_bf16\n")
+    assert "no bfloat16 instructions" in findings.cpu_features(tmp_path / "old").detail
+    assert findings.cpu_features(tmp_path / "new").detail == "avx2, avx512f, avx512_bf16"
+    assert findings.cpu_features(tmp_path / "none").ok
+
+
+def test_a_model_that_is_not_there_is_told(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    finding = findings.model_cache()
+    assert not finding.ok
+    assert "kvferry serve" in finding.detail
+
+
+def test_a_port_in_use_is_told(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert not findings.is_free(taken.getsockname()[1])
+    assert findings.is_free(0)
