@@ -4,6 +4,7 @@
 after the fork; every socket is opened and closed through it, and what is still open can be listed.
 """
 
+import contextlib
 import os
 import threading
 
@@ -24,6 +25,7 @@ class TransportContext:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._owner_pid = 0
         self._open: dict[zmq.Socket[bytes], str] = {}
+        self._files: dict[zmq.Socket[bytes], tuple[str, int]] = {}
 
     def open_socket(self, kind: int, description: str) -> "zmq.Socket[bytes]":
         """A new socket that never lingers. `description` names it in leak reports."""
@@ -43,7 +45,18 @@ class TransportContext:
         """Close it, dropping what it still had to send. Called by the thread that owns it; twice does no harm."""
         with self._lock:
             self._open.pop(socket, None)
+            file = self._files.pop(socket, None)
         socket.close(linger=0)
+        if file is not None and _inode(file[0]) == file[1]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file[0])
+
+    def own_file(self, socket: "zmq.Socket[bytes]", path: str) -> None:
+        """`ipc` bound this path: it goes with the socket (ZeroMQ leaves it), unless another life has it by then."""
+        inode = _inode(path)
+        if inode is not None:
+            with self._lock:
+                self._files[socket] = path, inode
 
     def open_sockets(self) -> tuple[str, ...]:
         """Descriptions of all sockets that are open now; empty when nothing leaked."""
@@ -66,3 +79,12 @@ class TransportContext:
                 raise InvariantError(f"closed behind the register's back: {', '.join(closed)}")
             if self._open and self._context is None:
                 raise InvariantError("sockets without a context")
+            if self._files.keys() - self._open.keys():
+                raise InvariantError("a file outlives its socket")
+
+
+def _inode(path: str) -> int | None:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return None

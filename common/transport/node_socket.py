@@ -45,7 +45,7 @@ class NodeSocket:
             options.apply(socket, self._options)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            bound = options.bind(socket, endpoint, allow_remote=allow_remote, security=self._security)
+            bound = options.bind(self._context, socket, endpoint, allow_remote=allow_remote, security=self._security)
         except BaseException:
             self._context.close_socket(socket)
             raise

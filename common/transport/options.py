@@ -9,6 +9,10 @@ import zmq
 from common.config.endpoints import Endpoint, parse_endpoint
 from common.config.protocol import Limits
 from common.errors import ConfigError
+from common.transport.context import TransportContext
+from common.transport.probe import ProbeResult, probe
+
+_IPC_PROBE_S = 0.5
 
 
 class Security(Protocol):
@@ -76,7 +80,14 @@ def apply(socket: "zmq.Socket[bytes]", options: SocketOptions) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
-def bind(socket: "zmq.Socket[bytes]", endpoint: str, *, allow_remote: bool, security: Security | None) -> str:
+def bind(
+    context: TransportContext,
+    socket: "zmq.Socket[bytes]",
+    endpoint: str,
+    *,
+    allow_remote: bool,
+    security: Security | None,
+) -> str:
     """Bind, and return the endpoint with its real port. ConfigError when it may not or cannot be bound.
 
     Without `security` an address that other hosts reach is refused, unless `allow_remote` says it is wanted.
@@ -87,6 +98,8 @@ def bind(socket: "zmq.Socket[bytes]", endpoint: str, *, allow_remote: bool, secu
             f"{endpoint} can be reached from other hosts and there are no keys: bind a loopback address, configure "
             "keys, or allow it on purpose"
         )
+    if parsed.scheme == "ipc" and probe(endpoint, _IPC_PROBE_S) is ProbeResult.ACCEPTED:
+        raise ConfigError(f"cannot bind {endpoint}: another process listens there")  # ZeroMQ would take it over
     if security is not None and parsed.scheme != "inproc":
         security.secure_server(socket)
     try:
@@ -94,6 +107,8 @@ def bind(socket: "zmq.Socket[bytes]", endpoint: str, *, allow_remote: bool, secu
         socket.bind(_bind_address(parsed))
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot bind {endpoint}: {error.strerror}") from None
+    if parsed.scheme == "ipc":
+        context.own_file(socket, parsed.host)
     return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
 

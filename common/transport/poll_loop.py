@@ -23,12 +23,12 @@ class PollLoop:
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
-        self._callbacks: dict[zmq.Socket[bytes] | int, Callable[[], None]] = {}
+        self._callbacks: dict[zmq.Socket[bytes] | int, Callable[[], object]] = {}
 
     def __len__(self) -> int:
         return len(self._callbacks)
 
-    def add(self, source: Pollable, on_ready: Callable[[], None]) -> None:
+    def add(self, source: Pollable, on_ready: Callable[[], object]) -> None:
         """Watch a source for something to receive. `on_ready` takes what is there; what it leaves is told again."""
         handle = source.poll_handle
         if handle in self._callbacks:

@@ -48,8 +48,16 @@ class AnnouncementProxy:
         for side in (self._nodes, self._workers):
             options.apply(side.poll_handle, ANNOUNCE_OPTIONS)
         return (
-            options.bind(self._nodes.poll_handle, nodes_endpoint, allow_remote=allow_remote, security=self._security),
-            options.bind(self._workers.poll_handle, workers_endpoint, allow_remote=False, security=self._security),
+            options.bind(
+                self._context,
+                self._nodes.poll_handle,
+                nodes_endpoint,
+                allow_remote=allow_remote,
+                security=self._security,
+            ),
+            options.bind(
+                self._context, self._workers.poll_handle, workers_endpoint, allow_remote=False, security=self._security
+            ),
         )
 
     def run(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
