@@ -68,7 +68,7 @@ class Announcer:
     def start(self, announcement: Envelope) -> None:
         """Announce it from now on. ConfigError when a proxy's endpoint is none, ProtocolError when it is too large."""
         for proxy in self._proxies:
-            parse_endpoint(proxy)
+            options.check_connectable(proxy)
         self.change(announcement)
         if self._thread is not None:
             raise InvariantError("the announcer was started already")

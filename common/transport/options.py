@@ -114,9 +114,7 @@ def bind(
 
 def connect(socket: "zmq.Socket[bytes]", endpoint: str, *, security: Security | None) -> str:
     """Connect, and return the address to disconnect with. ConfigError when it is no address to connect to."""
-    parsed = parse_endpoint(endpoint)
-    if parsed.is_wildcard or parsed.port == 0:
-        raise ConfigError(f"{endpoint} is no address that can be connected to")
+    parsed = check_connectable(endpoint)
     if security is not None and parsed.scheme != "inproc":
         security.secure_client(socket)
     try:
@@ -127,6 +125,14 @@ def connect(socket: "zmq.Socket[bytes]", endpoint: str, *, security: Security | 
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from None
     return address
+
+
+def check_connectable(endpoint: str) -> Endpoint:
+    """Parse an endpoint to connect to. ConfigError when it is none, or stands for any address or port."""
+    parsed = parse_endpoint(endpoint)
+    if parsed.is_wildcard or parsed.port == 0:
+        raise ConfigError(f"{endpoint} is no address that can be connected to")
+    return parsed
 
 
 def _bind_address(endpoint: Endpoint) -> str:
