@@ -42,6 +42,8 @@ class Results:
 
     def _fail(self, seq: Sequence, why: str, events: list[SchedulerEvent]) -> None:
         seq.keep_cached = False
+        if not seq.steps_in_flight:
+            seq.num_scheduled_tokens = seq.num_computed_tokens
         if seq.status is Status.ENDED:
             self._table.settle(seq)
             return

@@ -211,7 +211,7 @@ class NodeCore:
     # -- time
 
     def _on_tick(self, now: float) -> list[Action]:
-        if self._last_tick is not None and now - self._last_tick > self.timers.late_tick_s:
+        if self._last_tick is None or now - self._last_tick > self.timers.late_tick_s:
             self.clients.forgive(now)
             self.progress.last_progress = now
         self._last_tick = now

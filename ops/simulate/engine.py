@@ -1,0 +1,143 @@
+"""The simulated engine: takes step plans one after the other, as long as the cost model says. Real cache contents.
+
+Before a step it checks the KV below each chunk; a layer's KV is written when that layer is done, not before.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.sampling_params import SamplingParams
+from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from common.state.events import Event, LayersDone, StepDone
+from ops.simulate.clock import EventLoop
+from ops.simulate.costs import CostModel
+from ops.simulate.kv_store import KvMismatchError, KvStore
+from ops.simulate.model import content, draw, extend
+
+
+@dataclass(slots=True)
+class _Running:
+    """What the runner keeps of a sequence."""
+
+    token_ids: list[int]
+    digests: list[int]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class SimEngine:
+    """Runs on the world's loop; `post` hands events to the process it belongs to."""
+
+    loop: EventLoop
+    costs: CostModel
+    store: KvStore
+    post: Callable[[Event], None]
+    name: str
+    poisoned: frozenset[int] = frozenset()
+    """Seeds of requests for which no token can be drawn after the first."""
+    check_kv: bool = True
+    slowness: float = 1.0
+    stopped: bool = False
+    """Wedged, frozen or dead: the step in progress does not end while this holds."""
+    _queue: deque[StepPlan] = field(default_factory=deque)
+    _sequences: dict[int, _Running] = field(default_factory=dict)
+    _stage: tuple[StepPlan, int] | None = None
+    """The step in progress, and how many of its layers are done."""
+    _deed: int = 0
+
+    def run(self, plan: StepPlan) -> None:
+        """Queue a step."""
+        self._queue.append(plan)
+        if self._stage is None and not self.stopped:
+            self._begin()
+
+    def stop(self) -> None:
+        """Nothing happens any more until `go_on`."""
+        self.stopped = True
+        self._deed += 1
+
+    def go_on(self) -> None:
+        """The end of a freeze: the step in progress goes on."""
+        if not self.stopped:
+            return
+        self.stopped = False
+        if self._stage is not None:
+            self._plan_next_layer()
+        elif self._queue:
+            self._begin()
+
+    def _begin(self) -> None:
+        plan = self._queue.popleft()
+        for seq_id in plan.finished:
+            self._sequences.pop(seq_id, None)
+        for new in plan.new:
+            ids = list(new.token_ids)
+            digest, digests = 0, []
+            for token_id in ids:
+                digest = extend(digest, token_id)
+                digests.append(digest)
+            self._sequences[new.seq_id] = _Running(ids, digests, new.sampling)
+        for part in plan.scheduled:
+            self._take_in(part)
+        self._stage = (plan, 0)
+        self._plan_next_layer()
+
+    def _take_in(self, part: ScheduledSequence) -> None:
+        running = self._sequences[part.seq_id]
+        ids, start, end = running.token_ids, part.start_position, part.start_position + len(part.token_ids)
+        if len(ids) < start:
+            raise KvMismatchError(f"{self.name}: a step of sequence {part.seq_id} leaves ids out")
+        for token_id in part.token_ids[len(ids) - start :]:
+            ids.append(token_id)
+            running.digests.append(extend(running.digests[-1], token_id))
+        if ids[start:end] != list(part.token_ids):
+            raise KvMismatchError(f"{self.name}: a step names other ids for sequence {part.seq_id} than before")
+        if self.check_kv:
+            self.store.check(part.block_table, running.digests, start, f"{self.name} sequence {part.seq_id}")
+
+    def _plan_next_layer(self) -> None:
+        assert self._stage is not None
+        self._deed += 1
+        plan, num_layers = self._stage[0], self.store.num_layers
+        share = num_layers if not self.check_kv and not plan.report_layers else 1
+        pause = self.slowness * self.costs.step_duration_s(plan) * share / num_layers
+        self.loop.after(pause, self._layers_done, share, self._deed)
+
+    def _layers_done(self, share: int, deed: int) -> None:
+        if deed != self._deed or self._stage is None:
+            return
+        plan, done = self._stage
+        if self.check_kv:
+            for part in plan.scheduled:
+                self._write(part, done)
+        done += share
+        self._stage = (plan, done)
+        if plan.report_layers:
+            self.post(LayersDone(plan.step_id, done))
+        if done < self.store.num_layers:
+            if not self.stopped:
+                self._plan_next_layer()
+            return
+        self._stage = None
+        self.post(StepDone(self._result(plan)))
+        if self._stage is None and self._queue and not self.stopped:
+            self._begin()
+
+    def _write(self, part: ScheduledSequence, layer: int) -> None:
+        start, end = part.start_position, part.start_position + len(part.token_ids)
+        digests = self._sequences[part.seq_id].digests[start:end]
+        self.store.write(layer, part.block_table, start, [content(digest, layer) for digest in digests])
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        sampled: dict[int, int] = {}
+        failed: dict[int, str] = {}
+        for part in plan.scheduled:
+            if part.sample:
+                running = self._sequences[part.seq_id]
+                if running.sampling.seed in self.poisoned:
+                    failed[part.seq_id] = "not-a-number logits"
+                else:
+                    digest = running.digests[part.seed_position - 1]
+                    sampled[part.seq_id] = draw(digest, running.sampling.seed, part.seed_position)
+        return StepResult(plan.step_id, sampled, failed)

@@ -1,0 +1,41 @@
+"""The simulated KV cache: what was written where. Does no bookkeeping of who owns a block; it only tells lies apart."""
+
+from collections.abc import Sequence
+
+from ops.simulate.model import content
+
+
+class KvMismatchError(Exception):
+    """A position does not hold what its ids say: garbage, another request's KV, or nothing at all."""
+
+
+class KvStore:
+    """One integer for each (layer, block, slot); 0 is memory that nobody wrote."""
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self._layers = [[0] * (num_blocks * block_size) for _ in range(num_layers)]
+
+    def write(self, layer: int, table: Sequence[int], start: int, values: Sequence[int]) -> None:
+        """Put values at positions start, start + 1, ... of a block table."""
+        cells, size = self._layers[layer], self.block_size
+        for position, value in enumerate(values, start):
+            cells[table[position // size] * size + position % size] = value
+
+    def read(self, layer: int, table: Sequence[int], start: int, end: int) -> list[int]:
+        """Values at positions start .. end - 1."""
+        cells, size = self._layers[layer], self.block_size
+        return [cells[table[position // size] * size + position % size] for position in range(start, end)]
+
+    def check(self, table: Sequence[int], digests: Sequence[int], num_tokens: int, who: str) -> None:
+        """KvMismatchError unless positions 0 .. num_tokens - 1 hold, in every layer, what the digests say."""
+        size = self.block_size
+        for layer, cells in enumerate(self._layers):
+            for first in range(0, num_tokens, size):
+                end = min(first + size, num_tokens)
+                at = table[first // size] * size
+                found = cells[at : at + end - first]
+                if found != [content(digest, layer) for digest in digests[first:end]]:
+                    what = "nothing" if 0 in found else "other content"
+                    raise KvMismatchError(f"{who}: positions {first} to {end - 1} of layer {layer} hold {what}")

@@ -1,0 +1,274 @@
+"""The simulated control network: connections between processes, with delay, cuts, blips, refusal. Pure and seeded.
+
+What it keeps to (ZeroMQ over TCP): in order within a connection; a connection that breaks loses some of what is under
+way, and what survives may be overtaken by what is sent after the reconnection; a cut holds messages back, and breaks
+the connection when it lasts longer than the heartbeat; a process that ends closes its connections; nobody listening
+means refusal; a message for a peer without a connection goes nowhere at a node, and waits in the outbox at a client.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.config.protocol import Timers
+from common.ids import Incarnation
+from common.protocol.messages import Envelope
+from common.state.events import LinkClosed, LinkConnected, ProbeAnswered, Received
+from ops.simulate.clock import EventLoop
+from ops.simulate.connection import Connection, Direction, Flight
+from ops.simulate.process import Process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delays:
+    """Seconds that a message is under way: `base_s` plus up to `jitter_s`; sometimes much longer."""
+
+    base_s: float = 0.0005
+    jitter_s: float = 0.001
+    slow_share: float = 0.0
+    slow_s: float = 0.0
+    """Up to this long, for `slow_share` of the messages."""
+
+
+@dataclass(slots=True)
+class Network:
+    """All control connections. Hosts are the names of processes: they outlive restarts."""
+
+    loop: EventLoop
+    rng: random.Random
+    timers: Timers
+    delays: Delays = field(default_factory=Delays)
+    listeners: dict[str, Process] = field(default_factory=dict)
+    slow_hosts: dict[str, float] = field(default_factory=dict)
+    """Host -> extra seconds for each message from or to it."""
+    _cuts: dict[tuple[str, str], float] = field(default_factory=dict)
+    """(from, to) -> when it heals."""
+    _links: dict[tuple[Incarnation, str], Connection] = field(default_factory=dict)
+    _served: dict[Incarnation, dict[Incarnation, Connection]] = field(default_factory=dict)
+    """Listener -> client -> connection, while it stands."""
+    on_message: Callable[[Process, Process, Envelope], None] | None = None
+    """A look at every delivery, for tests."""
+
+    # -- what processes do
+
+    def listen(self, process: Process) -> None:
+        """From now on it accepts connections at its address."""
+        self.listeners[process.address] = process
+        self._served[process.incarnation] = {}
+
+    def open_link(self, client: Process, address: str) -> None:
+        """A client socket; it connects when it can, and again after every break."""
+        connection = Connection(client, address, retry_s=self.timers.reconnect_min_s)
+        self._links[client.incarnation, address] = connection
+        self.loop.after(self._delay(client.host, ""), self._try_connect, connection)
+
+    def close_link(self, client: Process, address: str) -> None:
+        """The client closes its socket: what waits is dropped."""
+        connection = self._links.pop((client.incarnation, address), None)
+        if connection is not None:
+            connection.closed = True
+            self._break(connection, share_lost=1.0, tell=False)
+
+    def reset_link(self, client: Process, address: str) -> None:
+        """What waits for the life at the other end is dropped."""
+        connection = self._links.get((client.incarnation, address))
+        if connection is not None:
+            connection.outbox.clear()
+
+    def send_on_link(self, client: Process, address: str, envelope: Envelope) -> None:
+        """Client -> whoever is connected there; waits while nobody is."""
+        connection = self._links.get((client.incarnation, address))
+        if connection is None:
+            return
+        if connection.server is None:
+            connection.outbox.append(envelope)
+            return
+        self._send(connection, connection.to_server, envelope)
+
+    def is_served(self, server: Process, peer: Incarnation) -> bool:
+        """Whether this peer is connected to the node's own socket."""
+        return peer in self._served.get(server.incarnation, ())
+
+    def send_to_peer(self, server: Process, peer: Incarnation, envelope: Envelope) -> None:
+        """Node -> client; dropped when it is not connected."""
+        connection = self._served.get(server.incarnation, {}).get(peer)
+        if connection is not None:
+            self._send(connection, connection.to_client, envelope)
+
+    def probe(self, client: Process, address: str) -> None:
+        """A bare connection attempt."""
+        listener = self.listeners.get(address)
+        host = address if listener is None else listener.host
+        if self._is_cut(client.host, host) or self._is_cut(host, client.host):
+            self.loop.after(1.0, client.post, ProbeAnswered(address, "unknown"))
+            return
+        result = ProbeAnswered(address, "refused" if listener is None else "accepted")
+        self.loop.after(2 * self._delay(client.host, host), client.post, result)
+
+    # -- what befalls it
+
+    def process_ended(self, process: Process) -> None:
+        """The operating system closes all its sockets."""
+        if self.listeners.get(process.address) is process:
+            del self.listeners[process.address]
+        for connection in list(self._served.pop(process.incarnation, {}).values()):
+            self._break(connection, share_lost=self.rng.random(), tell=True)
+        for key in [key for key in self._links if key[0] == process.incarnation]:
+            connection = self._links.pop(key)
+            connection.closed = True
+            self._break(connection, share_lost=self.rng.random(), tell=False)
+
+    def process_froze(self, process: Process) -> None:
+        """Its heartbeats stop: after a while its connections break."""
+        self.loop.after(self.timers.link_timeout_s, self._still_frozen, process)
+
+    def blip(self, host_a: str, host_b: str) -> None:
+        """The connections between two hosts break, and can be made again at once."""
+        for connection in self._between(host_a, host_b):
+            self._break(connection, share_lost=0.5, tell=True)
+
+    def speed_up(self, host: str) -> None:
+        """The host is no longer slow."""
+        self.slow_hosts.pop(host, None)
+
+    def cut(self, from_host: str, to_host: str, duration_s: float) -> None:
+        """One way of all connections between two hosts carries nothing for this long."""
+        now = self.loop.now()
+        if self._cuts.get((from_host, to_host), 0.0) > now + duration_s:
+            return
+        self._cuts[from_host, to_host] = now + duration_s
+        for connection in self._between(from_host, to_host):
+            self._hold(connection)
+        self.loop.after(duration_s, self._heal, from_host, to_host)
+
+    # -- inside
+
+    def _between(self, host_a: str, host_b: str) -> list[Connection]:
+        pair = {host_a, host_b}
+        return [c for c in self._links.values() if c.server is not None and {c.client.host, c.server.host} == pair]
+
+    def _is_cut(self, from_host: str, to_host: str) -> bool:
+        return self._cuts.get((from_host, to_host), 0.0) > self.loop.now()
+
+    def _delay(self, from_host: str, to_host: str) -> float:
+        delays, rng = self.delays, self.rng
+        delay = delays.base_s + delays.jitter_s * rng.random()
+        if delays.slow_share and rng.random() < delays.slow_share:
+            delay += delays.slow_s * rng.random()
+        if self.slow_hosts:
+            delay += self.slow_hosts.get(from_host, 0.0) + self.slow_hosts.get(to_host, 0.0)
+        return delay
+
+    def _try_connect(self, connection: Connection) -> None:
+        client = connection.client
+        if connection.closed or connection.server is not None:
+            return
+        listener = self.listeners.get(connection.address)
+        reachable = listener is not None and not (listener.frozen or client.frozen)
+        if listener is not None and (
+            self._is_cut(client.host, listener.host) or self._is_cut(listener.host, client.host)
+        ):
+            reachable = False
+        if listener is None or not reachable:
+            self.loop.after(connection.retry_s, self._try_connect, connection)
+            connection.retry_s = min(2 * connection.retry_s, self.timers.reconnect_max_s)
+            return
+        connection.server = listener
+        connection.life += 1
+        connection.retry_s = self.timers.reconnect_min_s
+        connection.to_server, connection.to_client = Direction(), Direction()
+        self._served[listener.incarnation][client.incarnation] = connection
+        client.post(LinkConnected(connection.address))
+        if connection.server is not listener:
+            return  # that was its last deed
+        waiting, connection.outbox = connection.outbox, []
+        for envelope in waiting:
+            self._send(connection, connection.to_server, envelope)
+
+    def _send(self, connection: Connection, direction: Direction, envelope: Envelope) -> None:
+        if direction.held is not None:
+            direction.held.append(envelope)
+            return
+        assert connection.server is not None
+        delay = self._delay(connection.client.host, connection.server.host)
+        at = max(self.loop.now() + delay, direction.last_at)
+        direction.last_at = at
+        flight = Flight(envelope, connection.life)
+        direction.flying.append(flight)
+        self.loop.at(at, self._arrive, connection, direction, flight)
+
+    def _arrive(self, connection: Connection, direction: Direction, flight: Flight) -> None:
+        if not direction.flying or direction.flying[0] is not flight:
+            return  # the connection broke meanwhile
+        direction.flying.popleft()
+        assert connection.server is not None
+        self._deliver(connection, direction is connection.to_server, connection.server, flight.envelope)
+
+    def _deliver(self, connection: Connection, to_server: bool, server: Process, envelope: Envelope) -> None:
+        to, origin = (server, connection.client) if to_server else (connection.client, server)
+        if not to.alive or (not to_server and connection.closed):
+            return
+        if self.on_message is not None:
+            self.on_message(origin, to, envelope)
+        to.post(Received(envelope, "" if to_server else connection.address))
+
+    def _break(self, connection: Connection, *, share_lost: float, tell: bool) -> None:
+        server = connection.server
+        if server is None:
+            return
+        connection.server = None
+        connection.life += 1
+        served = self._served.get(server.incarnation)
+        if served is not None:
+            served.pop(connection.client.incarnation, None)
+        for direction, to_server in ((connection.to_server, True), (connection.to_client, False)):
+            survivors = [flight.envelope for flight in direction.flying if self.rng.random() >= share_lost]
+            direction.flying.clear()
+            direction.held = None
+            for envelope in survivors:  # in any order, and after what comes over the next connection
+                self.loop.after(0.9 * self.rng.random(), self._deliver, connection, to_server, server, envelope)
+        if tell and connection.client.alive:
+            self.loop.after(self._delay(server.host, connection.client.host), self._tell_closed, connection)
+        if not connection.closed:
+            self.loop.after(connection.retry_s * (0.5 + self.rng.random()), self._try_connect, connection)
+
+    def _tell_closed(self, connection: Connection) -> None:
+        if not connection.closed and not connection.up:
+            connection.client.post(LinkClosed(connection.address))
+
+    def _still_frozen(self, process: Process) -> None:
+        if not process.alive or not process.frozen:
+            return
+        mine = [c for key, c in self._links.items() if key[0] == process.incarnation]
+        for connection in [*self._served.get(process.incarnation, {}).values(), *mine]:
+            self._break(connection, share_lost=self.rng.random(), tell=True)
+
+    def _hold(self, connection: Connection) -> None:
+        """Ways that are cut hold what is sent from now on."""
+        assert connection.server is not None
+        client, server = connection.client.host, connection.server.host
+        for direction, cut in (
+            (connection.to_server, self._is_cut(client, server)),
+            (connection.to_client, self._is_cut(server, client)),
+        ):
+            if cut and direction.held is None:
+                direction.held = []
+                self.loop.after(self.timers.link_timeout_s, self._time_out, connection, connection.life)
+
+    def _time_out(self, connection: Connection, life: int) -> None:
+        """The cut outlasted the heartbeat."""
+        if connection.life != life or connection.server is None:
+            return
+        client, server = connection.client.host, connection.server.host
+        if self._is_cut(client, server) or self._is_cut(server, client):
+            self._break(connection, share_lost=1.0, tell=True)
+
+    def _heal(self, from_host: str, to_host: str) -> None:
+        if self._is_cut(from_host, to_host):
+            return  # cut again for longer
+        for connection in self._between(from_host, to_host):
+            assert connection.server is not None
+            direction = connection.to_server if connection.client.host == from_host else connection.to_client
+            held, direction.held = direction.held, None
+            for envelope in held or ():
+                self._send(connection, direction, envelope)

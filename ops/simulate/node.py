@@ -1,0 +1,194 @@
+"""A node of the simulated world: the real cores, and a simulated engine, cache and KV transport. No decisions."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.config.protocol import Limits, Timers
+from common.ids import Incarnation
+from common.kv.block_pool import BlockPool
+from common.model_info import Compatibility, ModelInfo
+from common.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from common.scheduling.scheduler import Scheduler
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.state.actions import (
+    Action,
+    CloseKv,
+    ExitProcess,
+    ExpectPieces,
+    ForgetPieces,
+    OpenKv,
+    RunStep,
+    SendPiece,
+    StopPieces,
+)
+from common.state.events import DrainRequested, Event
+from common.state.handover_send import KvShape
+from common.state.leg import Leg
+from common.state.links import LinkTable
+from common.state.node_core import NodeCore, NodeIdentity
+from decode_node.core.leg import DecodeLeg
+from ops.simulate.clock import EventLoop
+from ops.simulate.costs import CostModel
+from ops.simulate.engine import SimEngine
+from ops.simulate.kv_link import KvNetwork, KvReceiver, KvSender
+from ops.simulate.kv_store import KvStore
+from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
+from ops.simulate.network import Network
+from ops.simulate.process import Process
+from prefill_node.core.decode_links import DecodeLinks
+from prefill_node.core.leg import PrefillLeg
+
+MODEL_NAME = "sim"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSpec:
+    """What a node is; the same over all its lives."""
+
+    name: str
+    roles: tuple[Role, ...]
+    num_blocks: int = 64
+    block_size: int = 4
+    num_layers: int = 2
+    layer_token_bytes: int = 1024
+    scheduler: SchedulerConfig = field(default_factory=lambda: SchedulerConfig(eos_token_ids=frozenset({EOS_TOKEN_ID})))
+    timers: Timers = field(default_factory=Timers)
+    limits: Limits = field(default_factory=Limits)
+    costs: CostModel = field(default_factory=CostModel)
+    max_model_len: int = 4096
+    check_kv: bool = True
+    tick_s: float = 0.1
+    poisoned: frozenset[int] = frozenset()
+
+    @property
+    def address(self) -> str:
+        """Its control endpoint."""
+        return f"sim://{self.name}"
+
+    @property
+    def kv_address(self) -> str:
+        """Its KV endpoint."""
+        return f"sim-kv://{self.name}"
+
+    @property
+    def compatibility(self) -> Compatibility:
+        """What two nodes must agree on."""
+        return Compatibility(
+            protocol_version=PROTOCOL_VERSION,
+            model=MODEL_NAME,
+            kv_dtype="sim",
+            kv_layout="sim",
+            block_size=self.block_size,
+            num_layers=self.num_layers,
+        )
+
+    @property
+    def model(self) -> ModelInfo:
+        """What it serves."""
+        return ModelInfo(
+            name=MODEL_NAME,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self.max_model_len,
+            max_position_embeddings=self.max_model_len,
+            eos_token_ids=(EOS_TOKEN_ID,),
+        )
+
+
+class SimNode(Process):
+    """One life of a node."""
+
+    def __init__(self, loop: EventLoop, network: Network, kv: KvNetwork, spec: NodeSpec, life: Incarnation) -> None:
+        super().__init__(loop, network, spec.name, life, spec.address, spec.tick_s)
+        self.spec = spec
+        self.exit_reason = ""
+        self._wedged = False
+        self.store = KvStore(spec.num_layers, spec.num_blocks if spec.check_kv else 0, spec.block_size)
+        self.engine = SimEngine(
+            loop, spec.costs, self.store, self.post, spec.name, poisoned=spec.poisoned, check_kv=spec.check_kv
+        )
+        self.kv_sender = KvSender(
+            kv, spec.name, spec.costs, self.store, self.post, lambda: self.alive and not self.frozen, self.when_awake
+        )
+        self.kv_receiver = KvReceiver(spec.name, life, self.store, self.post)
+        self._kv = kv
+        self.pool = BlockPool(spec.num_blocks, spec.block_size, MODEL_NAME)
+        self.scheduler = Scheduler(spec.scheduler, self.pool)
+        identity = NodeIdentity(
+            life,
+            spec.name,
+            spec.model,
+            spec.compatibility,
+            (spec.kv_address,) if "decode" in spec.roles else (),
+            ("sim",),
+        )
+        self.core = NodeCore(identity, spec.timers, self.scheduler, [self._leg(role) for role in spec.roles])
+        self._performers: dict[type, Callable[..., None]] = {
+            RunStep: lambda action: self.engine.run(action.plan),
+            SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table),
+            StopPieces: lambda action: self.kv_sender.stop(action.key),
+            OpenKv: lambda action: self.kv_sender.open(action.peer, action.endpoint),
+            CloseKv: lambda action: self.kv_sender.close(action.peer),
+            ExpectPieces: lambda action: self.kv_receiver.expect(action.key, action.block_table),
+            ForgetPieces: lambda action: self.kv_receiver.forget(action.key),
+            ExitProcess: lambda action: self.end(action.reason),
+        }
+        network.listen(self)
+        if "decode" in spec.roles:
+            kv.receivers[spec.kv_address] = self.kv_receiver
+
+    def _leg(self, role: Role) -> Leg:
+        spec = self.spec
+        if role == "decode":
+            return DecodeLeg(self.scheduler, spec.timers, spec.limits, spec.num_layers, lambda: self.core.clients)
+        hello = Hello(kind="prefill", name=spec.name, compatibility=spec.compatibility)
+        return PrefillLeg(
+            me=self.incarnation,
+            scheduler=self.scheduler,
+            timers=spec.timers,
+            limits=spec.limits,
+            shape=KvShape(spec.num_layers, spec.layer_token_bytes),
+            decodes=DecodeLinks(LinkTable(hello, spec.timers)),
+            num_blocks=spec.num_blocks,
+            block_size=spec.block_size,
+        )
+
+    def react(self, event: Event, now: float) -> list[Action]:
+        """See Process."""
+        return self.core.handle(event, now)
+
+    def perform_own(self, action: object) -> None:
+        """See Process."""
+        self._performers[type(action)](action)
+
+    def check_invariants(self) -> None:
+        """See Process; and the transport expects pieces of reservations only."""
+        self.core.check_invariants()
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        self.post(DrainRequested())
+
+    def end(self, why: str) -> None:
+        """See Process."""
+        if self.alive:
+            self.exit_reason = why
+            self.engine.stop()
+            if self._kv.receivers.get(self.spec.kv_address) is self.kv_receiver:
+                del self._kv.receivers[self.spec.kv_address]
+        super().end(why)
+
+    def freeze(self) -> None:
+        """See Process; the engine stands still too."""
+        super().freeze()
+        self.engine.stop()
+
+    def thaw(self) -> None:
+        """See Process."""
+        if self.alive and self.frozen and not self._wedged:
+            self.engine.go_on()
+        super().thaw()
+
+    def wedge(self) -> None:
+        """The engine makes no step any more; everything else goes on."""
+        self._wedged = True
+        self.engine.stop()

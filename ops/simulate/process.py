@@ -1,0 +1,169 @@
+"""One process life in the simulated world: takes events, hands them to its core, performs what the core asks for.
+
+It does what a real shell does, in the same order: one event at a time, actions in order, the inbox before the tick.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from common.ids import Incarnation
+from common.protocol.messages import Abort, Beat, Cancel, Commit, Envelope, Hello, Job, Message, Reserve
+from common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
+from common.state.events import Event, Tick
+
+if TYPE_CHECKING:
+    from ops.simulate.clock import EventLoop
+    from ops.simulate.network import Network
+
+CLIENT_SPEAKS = (Hello, Beat, Job, Cancel, Reserve, Commit, Abort)
+"""What the client of a link says; everything else is said by its node."""
+
+
+class Process(ABC):
+    """What routers and nodes have in common. `host` is its name, and outlives it."""
+
+    def __init__(
+        self, loop: "EventLoop", network: "Network", host: str, incarnation: Incarnation, address: str, tick_s: float
+    ) -> None:
+        self.loop = loop
+        self.network = network
+        self.host = host
+        self.incarnation = incarnation
+        self.address = address
+        self.tick_s = tick_s
+        self.alive = True
+        self.frozen = False
+        self.crash_after_actions = -1
+        """Dies instead of performing the action with this number, counted from now; -1: never."""
+        self.on_end: Callable[[Process, str], None] | None = None
+        self.num_events = 0
+        self.check_every = 0
+        """Check the core's invariants after each n-th event; 0: never."""
+        self.trace: Callable[[Process, object], None] | None = None
+        self._bound: dict[Incarnation, str] = {}
+        self._inbox: list[tuple[Callable[..., None], tuple[object, ...]]] = []
+
+    def start(self, rng: random.Random) -> None:
+        """Begin to tick."""
+        self.loop.after(self.tick_s * rng.random(), self._tick)
+
+    # -- events
+
+    def post(self, event: Event) -> None:
+        """Something happened to it."""
+        if self.frozen:
+            self._inbox.append((self._handle, (event,)))
+        elif self.alive:
+            self._handle(event)
+
+    def when_awake(self, deed: Callable[..., None], *arguments: object) -> None:
+        """Something that it does itself: now, or when it thaws."""
+        if self.frozen:
+            self._inbox.append((deed, arguments))
+        elif self.alive:
+            deed(*arguments)
+
+    def _tick(self) -> None:
+        if not self.alive:
+            return
+        if not self.frozen:
+            self._handle(Tick())
+        self.loop.after(self.tick_s, self._tick)
+
+    def _handle(self, event: Event) -> None:
+        if not self.alive:
+            return
+        if self.trace is not None:
+            self.trace(self, event)
+        self.num_events += 1
+        self.perform(self.react(event, self.loop.now()))
+        if self.check_every and self.num_events % self.check_every == 0:
+            self.check_invariants()
+
+    @abstractmethod
+    def react(self, event: Event, now: float) -> Sequence[object]:
+        """What the core wants done."""
+
+    @abstractmethod
+    def perform_own(self, action: object) -> None:
+        """An action that only this kind of process knows."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """Those of the core."""
+
+    def perform(self, actions: Sequence[object]) -> None:
+        """Do it all, in order; or die on the way."""
+        for action in actions:
+            if not self.alive:
+                return
+            if self.crash_after_actions >= 0:
+                if self.crash_after_actions == 0:
+                    self.end("crash at an action")
+                    return
+                self.crash_after_actions -= 1
+            if self.trace is not None:
+                self.trace(self, action)
+            self._perform(action)
+
+    def _perform(self, action: object) -> None:
+        match action:
+            case Send(peer, message):
+                self._send(peer, message)
+            case SendHello(address, message):
+                self.network.send_on_link(self, address, Envelope(self.incarnation, Incarnation(""), message))
+            case BindPeer(address, peer):
+                self._bound = {known: at for known, at in self._bound.items() if at != address}
+                self._bound[peer] = address
+            case OpenLink(address):
+                self.network.open_link(self, address)
+            case CloseLink(address):
+                self.network.close_link(self, address)
+                self._bound = {known: at for known, at in self._bound.items() if at != address}
+            case ResetLink(address):
+                self.network.reset_link(self, address)
+            case Probe(address):
+                self.network.probe(self, address)
+            case _:
+                self.perform_own(action)
+
+    def _send(self, peer: Incarnation, message: Message) -> None:
+        """A peer may be known both as client and as node (both roles in two processes): the message tells which.
+
+        To a peer that is not connected nothing goes.
+        """
+        envelope = Envelope(self.incarnation, peer, message)
+        address = self._bound.get(peer)
+        if address is not None and isinstance(message, CLIENT_SPEAKS):
+            self.network.send_on_link(self, address, envelope)
+        elif self.network.is_served(self, peer):
+            self.network.send_to_peer(self, peer, envelope)
+
+    # -- what befalls it
+
+    def end(self, why: str) -> None:
+        """It is over: nothing of it happens any more."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._inbox.clear()
+        self.network.process_ended(self)
+        if self.on_end is not None:
+            self.on_end(self, why)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        if self.alive and not self.frozen:
+            self.frozen = True
+            self.network.process_froze(self)
+
+    def thaw(self) -> None:
+        """SIGCONT: what came meanwhile is read before the late tick."""
+        if not self.alive or not self.frozen:
+            return
+        self.frozen = False
+        inbox, self._inbox = self._inbox, []
+        for deed, arguments in inbox:
+            deed(*arguments)

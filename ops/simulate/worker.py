@@ -1,0 +1,130 @@
+"""A router worker of the simulated world, and the clients in front of it. The real router core; makes no decisions."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.config.protocol import Limits, Timers
+from common.errors import KvferryError
+from common.ids import Incarnation, RequestId
+from common.state.events import Event
+from ops.simulate.clock import EventLoop
+from ops.simulate.network import Network
+from ops.simulate.process import Process
+from router.api import EndEvent, GenerateRequest, StreamEvent
+from router.core.core import RouterCore
+from router.core.effects import Deliver, Effect, Finish
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What a router worker is; the same over all its lives."""
+
+    name: str
+    timers: Timers = field(default_factory=Timers)
+    limits: Limits = field(default_factory=Limits)
+    tick_s: float = 0.05
+
+
+@dataclass(slots=True)
+class Stream:
+    """What one client saw."""
+
+    request: GenerateRequest
+    sent_at: float
+    worker: "SimWorker"
+    events: list[tuple[float, StreamEvent]] = field(default_factory=list)
+    refused: KvferryError | None = None
+    left_at: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> EndEvent | None:
+        """The last thing it saw, if that was the end."""
+        last = self.events[-1][1] if self.events else None
+        return last if isinstance(last, EndEvent) else None
+
+    @property
+    def over(self) -> bool:
+        """Nothing more can come: ended, refused, left, or the connection broke with the worker."""
+        return self.end is not None or self.refused is not None or not self.worker.alive
+
+
+class SimWorker(Process):
+    """One life of a router worker."""
+
+    def __init__(
+        self, loop: EventLoop, network: Network, spec: WorkerSpec, life: Incarnation, rng: random.Random
+    ) -> None:
+        super().__init__(loop, network, spec.name, life, f"sim://{spec.name}", spec.tick_s)
+        self.spec = spec
+        self.core = RouterCore(spec.name, spec.timers, spec.limits, rng)
+        self.streams: dict[RequestId, Stream] = {}
+        """Streams that are open."""
+        self.on_stream_event: Callable[[Stream, StreamEvent], None] | None = None
+
+    def know(self, addresses: Sequence[str]) -> None:
+        """Nodes from the configuration."""
+        for address in addresses:
+            self.perform(self.core.add_static(address, self.loop.now()))
+
+    def submit(self, stream: Stream) -> None:
+        """A client's request arrives."""
+        self.when_awake(self._submit, stream)
+
+    def _submit(self, stream: Stream) -> None:
+        self.streams[stream.request.request_id] = stream
+        try:
+            effects = self.core.submit(stream.request, self.loop.now())
+        except KvferryError as error:
+            stream.refused = error
+            del self.streams[stream.request.request_id]
+            return
+        if self.trace is not None:
+            self.trace(self, f"submit {stream.request.request_id[:8]}")
+        self.perform(effects)
+
+    def leave(self, stream: Stream) -> None:
+        """The client closes its connection."""
+        self.when_awake(self._leave, stream)
+
+    def _leave(self, stream: Stream) -> None:
+        if stream.request.request_id in self.streams:
+            stream.left_at = self.loop.now()
+            self.perform(self.core.cancel(stream.request.request_id, "client left", self.loop.now()))
+
+    def react(self, event: Event, now: float) -> list[Effect]:
+        """See Process."""
+        return self.core.handle(event, now)
+
+    def perform_own(self, action: object) -> None:
+        """See Process: what goes to clients."""
+        if not isinstance(action, Deliver | Finish):
+            raise TypeError(f"a router worker does not know {action!r}")
+        stream = self.streams[action.request_id]
+        if isinstance(action, Finish):
+            del self.streams[action.request_id]
+        stream.events.append((self.loop.now(), action.event))
+        if self.on_stream_event is not None:
+            self.on_stream_event(stream, action.event)
+
+    def check_invariants(self) -> None:
+        """See Process."""
+        self.core.check_invariants()
+
+    def drain(self) -> None:
+        """SIGTERM: nothing new; ends when its streams are over."""
+        self.when_awake(self._drain)
+
+    def _drain(self) -> None:
+        self.perform(self.core.drain(self.loop.now()))
+        self._leave_when_empty()
+
+    def _leave_when_empty(self) -> None:
+        if not self.alive:
+            return
+        if self.core.requests:
+            self.loop.after(self.tick_s, self.when_awake, self._leave_when_empty)
+            return
+        self.perform(self.core.close(self.loop.now()))
+        self.loop.after(0.05, self.end, "drained")

@@ -1,0 +1,131 @@
+"""A whole cluster in virtual time: nodes, router workers, clients, network. Seeded: the same calls give the same run.
+
+No faults are drawn and nothing is judged here; tests and sizing do that from outside.
+"""
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from common.config.protocol import Timers
+from common.ids import Incarnation, RequestId
+from common.protocol.messages import Announce
+from common.sampling_params import SamplingParams
+from common.state.events import Announced
+from ops.simulate.clock import EventLoop
+from ops.simulate.kv_link import KvNetwork
+from ops.simulate.network import Delays, Network
+from ops.simulate.node import MODEL_NAME, NodeSpec, SimNode
+from ops.simulate.process import Process
+from ops.simulate.worker import SimWorker, Stream, WorkerSpec
+from router.api import GenerateRequest
+
+
+@dataclass(slots=True)
+class World:
+    """Everything there is."""
+
+    seed: int
+    timers: Timers = field(default_factory=Timers)
+    delays: Delays = field(default_factory=Delays)
+    static: bool = True
+    """Workers know the nodes from their configuration; False: from announcements."""
+    loop: EventLoop = field(default_factory=EventLoop)
+    rng: random.Random = field(init=False)
+    network: Network = field(init=False)
+    kv: KvNetwork = field(init=False)
+    nodes: dict[str, SimNode] = field(default_factory=dict)
+    """Name -> latest life."""
+    workers: dict[str, SimWorker] = field(default_factory=dict)
+    past: list[Process] = field(default_factory=list)
+    """Lives that ended."""
+    streams: list[Stream] = field(default_factory=list)
+    check_every: int = 0
+    trace: Callable[[Process, object], None] | None = None
+    on_new_process: Callable[[Process], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)), self.timers, self.delays)
+        self.kv = KvNetwork(self.loop, random.Random(self.rng.getrandbits(64)))
+
+    # -- who is there
+
+    def start_node(self, spec: NodeSpec) -> SimNode:
+        """A first life, or the next one at the same address."""
+        node = SimNode(self.loop, self.network, self.kv, spec, self._new_life())
+        self.nodes[spec.name] = node
+        self._begin(node)
+        if not self.static:
+            self._announce(node)
+        return node
+
+    def start_worker(self, spec: WorkerSpec) -> SimWorker:
+        """A first life, or the next one of the same name."""
+        rng = random.Random(self.rng.getrandbits(64))
+        worker = SimWorker(self.loop, self.network, spec, self._new_life(), rng)
+        self.workers[spec.name] = worker
+        self._begin(worker)
+        if self.static:
+            worker.know([node.spec.address for node in self.nodes.values()])
+        return worker
+
+    def processes(self) -> list[Process]:
+        """Those that live."""
+        return [process for process in (*self.workers.values(), *self.nodes.values()) if process.alive]
+
+    def restart(self, process: Process) -> Process:
+        """A new life of a process that ended."""
+        if isinstance(process, SimNode):
+            return self.start_node(process.spec)
+        assert isinstance(process, SimWorker)
+        return self.start_worker(process.spec)
+
+    # -- clients
+
+    def send_request(
+        self,
+        worker: SimWorker,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        priority: int = 5,
+        timeout_s: float = 600.0,
+    ) -> Stream:
+        """A client's request, now."""
+        request = GenerateRequest(
+            request_id=RequestId(f"{self.rng.getrandbits(128):032x}"),
+            model=MODEL_NAME,
+            prompt_token_ids=array("I", prompt_token_ids),
+            sampling=sampling,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        stream = Stream(request, self.loop.now(), worker)
+        self.streams.append(stream)
+        worker.submit(stream)
+        return stream
+
+    # -- inside
+
+    def _new_life(self) -> Incarnation:
+        return Incarnation(f"{self.rng.getrandbits(120) | 1 << 126:032x}")
+
+    def _begin(self, process: Process) -> None:
+        process.check_every = self.check_every
+        process.trace = self.trace
+        process.on_end = lambda ended, _: self.past.append(ended)
+        if self.on_new_process is not None:
+            self.on_new_process(process)
+        process.start(self.rng)
+
+    def _announce(self, node: SimNode) -> None:
+        if not node.alive:
+            return
+        if not node.frozen:
+            role = node.spec.roles[0]
+            announce = Announce(name=node.host, role=role, model=MODEL_NAME, endpoint=node.address)
+            for worker in self.workers.values():
+                self.loop.after(0.001, worker.post, Announced(node.incarnation, announce))
+        self.loop.after(self.timers.beat_s, self._announce, node)

@@ -1,0 +1,131 @@
+"""What must hold of every schedule: the invariants of requests while they run, and of the cluster when it is quiet."""
+
+from dataclasses import dataclass, field
+
+from common.errors import GenerationError, OverloadedError, UnavailableError
+from ops.simulate.model import EOS_TOKEN_ID, undisturbed
+from ops.simulate.worker import Stream
+from ops.simulate.world import World
+from router.api import EndEvent, StreamEvent, TokensEvent
+
+LINKS_UP_S = 3.0
+"""Without faults all links are up by then, however slow the network."""
+
+
+class Violation(Exception):
+    """An invariant does not hold."""
+
+
+@dataclass(slots=True)
+class StreamJudge:
+    """Watches one request from its client's side."""
+
+    stream: Stream
+    poisoned: bool
+    must_succeed: bool = False
+    may_leave_at: float | None = None
+    expected: tuple[int, ...] = field(init=False)
+    ended: EndEvent | None = None
+
+    def __post_init__(self) -> None:
+        request = self.stream.request
+        self.expected = undisturbed(request.prompt_token_ids, request.sampling)
+
+    @property
+    def _who(self) -> str:
+        return f"request {self.stream.request.request_id[:8]}"
+
+    @property
+    def deadline(self) -> float:
+        """Absolute."""
+        return self.stream.sent_at + self.stream.request.timeout_s
+
+    def take(self, event: StreamEvent, now: float) -> None:
+        """The client sees this."""
+        if self.ended is not None:
+            raise Violation(f"{self._who} goes on after its end: {event}")
+        if isinstance(event, TokensEvent):
+            self._tokens(event)
+        else:
+            self.ended = event
+            self._end(event, now)
+
+    def _tokens(self, event: TokensEvent) -> None:
+        seen = self.stream.token_ids
+        if event.index != len(seen) or not event.token_ids:
+            raise Violation(f"{self._who}: index {event.index} after {len(seen)} tokens")
+        wanted = self.expected[event.index : event.index + len(event.token_ids)]
+        if event.token_ids != wanted:
+            raise Violation(f"{self._who}: tokens {event.token_ids} at {event.index} instead of {wanted}")
+        seen.extend(event.token_ids)
+
+    def _end(self, event: EndEvent, now: float) -> None:
+        seen = self.stream.token_ids
+        if event.usage.completion_tokens != len(seen):
+            raise Violation(f"{self._who}: usage says {event.usage.completion_tokens} tokens of {len(seen)}")
+        if (event.error is None) != (event.outcome in ("stop", "length", "timeout", "cancelled")):
+            raise Violation(f"{self._who} ended with {event.outcome} and {event.error!r}")
+        if event.outcome in ("stop", "length"):
+            outcome = "stop" if self.expected[-1] == EOS_TOKEN_ID else "length"
+            if len(seen) != len(self.expected) or event.outcome != outcome:
+                raise Violation(f"{self._who} ended with {event.outcome} at {len(seen)} of {len(self.expected)} tokens")
+        if event.outcome == "timeout" and now < self.deadline:
+            raise Violation(f"{self._who} timed out {self.deadline - now:.3f} s early")
+        if event.outcome == "cancelled" and self.may_leave_at is None:
+            raise Violation(f"{self._who} was cancelled by nobody")
+
+    def check_time(self, now: float, slack_s: float) -> None:
+        """It is over by its deadline."""
+        if not self.stream.over and now > self.deadline + slack_s:
+            raise Violation(f"{self._who} is not over {now - self.deadline:.2f} s after its deadline")
+
+    def verdict(self, *, troubled: bool) -> str:
+        """What became of it; a Violation when that is not true to what happened."""
+        stream = self.stream
+        if stream.refused is not None:
+            kind = "refused " + type(stream.refused).__name__
+            linked = stream.sent_at > LINKS_UP_S and not troubled
+            if self.must_succeed or (linked and not isinstance(stream.refused, OverloadedError)):
+                raise Violation(f"{self._who} was refused: {stream.refused}")
+            return kind
+        if self.ended is None:
+            return "worker died"
+        error, outcome = self.ended.error, self.ended.outcome
+        if self.must_succeed and outcome not in ("stop", "length"):
+            raise Violation(f"{self._who} had to succeed and ended with {outcome}: {error}")
+        if outcome == "error":
+            self._judge_error(error, troubled)
+            return f"error {type(error).__name__}"
+        return outcome
+
+    def _judge_error(self, error: Exception | None, troubled: bool) -> None:
+        if isinstance(error, GenerationError):
+            if not self.poisoned:
+                raise Violation(f"{self._who} failed to generate: {error}")
+        elif not troubled and not isinstance(error, OverloadedError):
+            raise Violation(f"{self._who} failed without any fault: {error}")
+        elif isinstance(error, UnavailableError | OverloadedError):
+            return
+
+
+def judge_quiet(world: World) -> str | None:
+    """What is still held by anybody, when nothing should be."""
+    for node in world.nodes.values():
+        if not node.alive:
+            continue
+        if not node.core.is_quiescent():
+            return f"{node.host} holds something: {node.pool.num_held} blocks; {_legs(node.core.legs)}"
+        if node.pool.num_held:
+            return f"{node.host} holds {node.pool.num_held} blocks"
+        if node.kv_receiver.expected:
+            return f"{node.host} expects pieces of {len(node.kv_receiver.expected)} hand-overs"
+    for worker in world.workers.values():
+        if worker.alive and not worker.core.is_quiescent():
+            return f"{worker.host} has {len(worker.core.requests)} requests"
+        if worker.alive and len(worker.core.links.links) > len(world.nodes):
+            return f"{worker.host} has {len(worker.core.links.links)} links"
+    return None
+
+
+def _legs(legs: object) -> str:
+    return str(legs)[:1500]

@@ -1,0 +1,169 @@
+"""Draws a schedule from a seed and a profile. The same arguments give the same schedule, for ever within a version."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+from common.config.protocol import Limits, Timers
+from common.protocol.messages import Role
+from common.scheduling.scheduler_config import SchedulerConfig
+from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
+from ops.simulate.network import Delays
+from ops.simulate.node import NodeSpec
+from ops.simulate.worker import WorkerSpec
+from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Plan, Slow, Wedge
+from tests.simulation.profiles import PROFILES, Profile
+
+WARM_UP_S = 0.7
+"""Links are up by then if nothing hinders them."""
+TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0)
+SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "damaged", "blips", "partitions", "slow", "crashes", "freezes",
+                "wedges", "drains", "full", "preemption", "overload")  # fmt: skip
+
+
+def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Plan:
+    """A schedule. `counts`: numbers of workers, prefill nodes, decode nodes; drawn when None."""
+    rng = random.Random(f"{profile_name}:{seed}")
+    profile = PROFILES[profile_name]
+    if profile.swarm:
+        for name in SWARM_FIELDS:
+            if rng.random() < 0.5:
+                profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
+    return _Drawer(rng, profile).plan(seed, profile_name, counts)
+
+
+class _Drawer:
+    def __init__(self, rng: random.Random, profile: Profile) -> None:
+        self.rng = rng
+        self.profile = profile
+        self.full = rng.random() < profile.full
+        self.preemption = rng.random() < profile.preemption
+        self.overload = rng.random() < profile.overload
+
+    def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
+        rng, profile = self.rng, self.profile
+        num_workers, num_prefill, num_decode = counts or (
+            rng.choice((1, 1, 2)),
+            rng.choice((1, 2)),
+            rng.choice((1, 2, 3)),
+        )
+        asks = list(self._asks([f"W{i}" for i in range(num_workers)]))
+        poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
+        limits = self._limits()
+        workers = tuple(WorkerSpec(name=f"W{i}", timers=TIMERS, limits=limits) for i in range(num_workers))
+        kinds: list[Role] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
+        nodes = tuple(self._node(i, role, limits, poisoned) for i, role in enumerate(kinds))
+        hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
+        deeds: list[Deed] = [*asks, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]
+        return Plan(
+            seed,
+            name,
+            workers,
+            nodes,
+            self._delays(),
+            rng.random() < 0.5,
+            rng.choice((0.02, 0.2)) if rng.random() < profile.damaged else 0.0,
+            tuple(sorted(deeds, key=lambda deed: deed.at)),
+        )
+
+    def _limits(self) -> Limits:
+        rng = self.rng
+        changed = Limits(piece_target_bytes=rng.choice((1024, 4096, 16384)), transfers_per_peer=rng.choice((1, 4)))
+        if self.overload:
+            return Limits(
+                piece_target_bytes=changed.piece_target_bytes,
+                transfers_per_peer=changed.transfers_per_peer,
+                queued_requests=rng.choice((2, 4)),
+                queued_tokens=rng.choice((60, 200)),
+                queued_reservations=rng.choice((1, 3)),
+            )
+        return changed
+
+    def _node(self, number: int, role: Role, limits: Limits, poisoned: frozenset[int]) -> NodeSpec:
+        rng = self.rng
+        blocks = rng.choice((40, 64, 96))
+        if role == "decode" and self.full:
+            blocks = rng.choice((20, 26))
+        if role == "decode" and self.preemption:
+            blocks = rng.choice((20, 24, 30))
+        return NodeSpec(
+            name=f"{role[0].upper()}{number}",
+            roles=(role,),
+            num_blocks=blocks,
+            timers=TIMERS,
+            limits=limits,
+            poisoned=poisoned,
+            scheduler=SchedulerConfig(
+                eos_token_ids=frozenset({EOS_TOKEN_ID}),
+                max_step_tokens=rng.choice((8, 16, 48)),
+                max_running=8,
+                max_steps_in_flight=rng.choice((1, 1, 2)),
+                max_preempt=limits.max_preempt,
+                reserved_share=1.0 if self.preemption else 0.5,
+                watermark_blocks_share=0.02,
+            ),
+        )
+
+    def _delays(self) -> Delays:
+        rng = self.rng
+        if not self.profile.delays:
+            return Delays()
+        return rng.choice(
+            (
+                Delays(),
+                Delays(base_s=0.002, jitter_s=0.02),
+                Delays(slow_share=0.1, slow_s=0.3),
+                Delays(slow_share=0.05, slow_s=0.9),
+            )
+        )
+
+    def _asks(self, workers: list[str]) -> Iterator[Ask]:
+        rng, profile = self.rng, self.profile
+        stems = [tuple(rng.randrange(VOCAB_SIZE) for _ in range(24)) for _ in range(2)]
+        for number in range(rng.randint(max(1, profile.requests // 2), profile.requests)):
+            stem = rng.choice(stems)[: rng.choice((0, 0, 4, 8, 13, 24))]
+            prompt = stem + tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 3, 8, 16))))
+            tight = rng.random() < profile.deadlines
+            longest = (20, 40) if self.preemption else (1, 2, 8, 24)
+            yield Ask(
+                at=WARM_UP_S + profile.span_s * rng.random(),
+                number=number,
+                worker=rng.choice(workers),
+                prompt=prompt,
+                max_new_tokens=rng.randint(1, rng.choice(longest)),
+                seed=rng.getrandbits(32) << 8 | number,
+                priority=rng.choice((1, 3, 5, 5)),
+                timeout_s=rng.choice((0.02, 0.1, 0.3, 1.0)) if tight else rng.choice((8.0, 20.0)),
+                poisoned=rng.random() < profile.poisoned,
+            )
+
+    def _leaves(self, asks: list[Ask]) -> Iterator[Leave]:
+        for ask in asks:
+            if self.rng.random() < self.profile.leaving:
+                yield Leave(ask.at + self.rng.choice((0.0, 0.02, 0.2, 1.0)) * self.rng.random(), ask.number)
+
+    def _times(self, rate: float) -> Iterator[float]:
+        for _ in range(int(rate * 2 * self.rng.random() + self.rng.random())):
+            yield WARM_UP_S + self.profile.span_s * self.rng.random()
+
+    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Deed]:
+        rng, profile = self.rng, self.profile
+        for at in self._times(profile.blips):
+            host_a, host_b = rng.sample(hosts, 2)
+            yield Blip(at, host_a, host_b, kv=rng.random() < 0.3)
+        for at in self._times(profile.partitions):
+            duration = rng.choice((0.2, 1.0, 2.6, 4.0)) * (0.5 + rng.random())
+            host_a, host_b = rng.sample(hosts, 2)
+            yield Cut(at, host_a, host_b, duration, kv=False)
+            if rng.random() < 0.5:
+                yield Cut(at, host_b, host_a, duration, kv=rng.random() < 0.5)
+        for at in self._times(profile.slow):
+            yield Slow(at, rng.choice(hosts), rng.choice((0.05, 0.3, 0.9)), 0.5 + 3 * rng.random())
+        for at in self._times(profile.crashes):
+            yield Crash(at, rng.choice(hosts), rng.choice((0, 0, 1, 3, 10)), rng.choice((0.05, 0.5, 3.0)))
+        for at in self._times(profile.freezes):
+            yield Freeze(at, rng.choice(hosts), rng.choice((0.3, 1.0, 2.6, 4.0)) * (0.5 + rng.random()))
+        for at in self._times(profile.wedges):
+            yield Wedge(at, rng.choice(nodes), rng.choice((1.0, 14.0, 60.0)))
+        for at in self._times(profile.drains):
+            yield Drain(at, rng.choice(hosts), rng.choice((0.05, 0.5)))

@@ -1,0 +1,124 @@
+"""A schedule as plain data: a cluster and a list of timed deeds. Drawn by `draw.py`, carried out by `run.py`.
+
+Nothing random is left in it but the network's delays, which come from the seed. Leaving deeds out gives another valid
+schedule: that is what shrinking does.
+"""
+
+from dataclasses import dataclass, field
+
+from ops.simulate.network import Delays
+from ops.simulate.node import NodeSpec
+from ops.simulate.worker import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A client sends a request."""
+
+    at: float
+    number: int
+    worker: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    seed: int
+    priority: int
+    timeout_s: float
+    poisoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The client of a request closes its connection."""
+
+    at: float
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """kill -9, in the middle of a list of actions; a new life starts at the same address `restart_s` later."""
+
+    at: float
+    host: str
+    after_actions: int
+    restart_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """SIGTERM; a new life starts at the same address `restart_s` after the end of the old one."""
+
+    at: float
+    host: str
+    restart_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """SIGSTOP, then SIGCONT."""
+
+    at: float
+    host: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wedge:
+    """The engine's step never ends; the process is restarted when it gives up on it, or after `restart_s`."""
+
+    at: float
+    host: str
+    restart_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blip:
+    """Connections between two hosts break and are made again: some of what was under way is lost or overtaken."""
+
+    at: float
+    host_a: str
+    host_b: str
+    kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Nothing passes from one host to another (both ways for KV)."""
+
+    at: float
+    from_host: str
+    to_host: str
+    duration_s: float
+    kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Everything from and to a host takes that much longer for a while."""
+
+    at: float
+    host: str
+    extra_s: float
+    duration_s: float
+
+
+Deed = Ask | Leave | Crash | Drain | Freeze | Wedge | Blip | Cut | Slow
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of one schedule."""
+
+    seed: int
+    profile: str
+    workers: tuple[WorkerSpec, ...]
+    nodes: tuple[NodeSpec, ...]
+    delays: Delays
+    static: bool
+    damaged_share: float
+    deeds: tuple[Deed, ...] = field(default=())
+
+    @property
+    def troubled(self) -> bool:
+        """Whether anything but asking, leaving and delay happens."""
+        return self.damaged_share > 0 or any(not isinstance(deed, Ask | Leave) for deed in self.deeds)

@@ -1,0 +1,73 @@
+"""Which faults a schedule may have, and how often. Rates are numbers of deeds a schedule, drawn around them."""
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Bounds for drawing. All zero: nothing happens but requests."""
+
+    requests: int = 8
+    span_s: float = 3.0
+    """Requests and faults fall into this time."""
+    delays: bool = False
+    leaving: float = 0.0
+    """Share of clients that leave."""
+    deadlines: float = 0.0
+    """Share of requests with a deadline that will often be missed."""
+    poisoned: float = 0.0
+    """Share of requests for which no token can be drawn."""
+    damaged: float = 0.0
+    """Share of schedules in which pieces arrive damaged."""
+    blips: float = 0.0
+    partitions: float = 0.0
+    slow: float = 0.0
+    crashes: float = 0.0
+    freezes: float = 0.0
+    wedges: float = 0.0
+    drains: float = 0.0
+    full: float = 0.0
+    """Share of schedules with small decode pools."""
+    preemption: float = 0.0
+    """Share of schedules with decode pools that grow full while decoding."""
+    overload: float = 0.0
+    """Share of schedules with short queues and many requests."""
+    swarm: bool = False
+    """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
+
+
+PROFILES: dict[str, Profile] = {
+    "none": Profile(),
+    "delays": Profile(delays=True),
+    "blips": Profile(delays=True, blips=4),
+    "partitions": Profile(delays=True, partitions=3, slow=0.5),
+    "crashes": Profile(delays=True, crashes=2),
+    "freezes": Profile(delays=True, freezes=2, wedges=0.2),
+    "full": Profile(requests=14, full=1.0),
+    "leaving": Profile(delays=True, leaving=0.5),
+    "deadlines": Profile(delays=True, deadlines=0.6, poisoned=0.1),
+    "drain": Profile(delays=True, drains=2),
+    "preemption": Profile(requests=12, preemption=1.0),
+    "overload": Profile(requests=24, overload=1.0, span_s=1.5),
+    "damage": Profile(delays=True, damaged=1.0),
+}
+PROFILES["all"] = Profile(
+    requests=10,
+    delays=True,
+    leaving=0.2,
+    deadlines=0.2,
+    poisoned=0.03,
+    damaged=0.5,
+    blips=3,
+    partitions=2,
+    slow=0.5,
+    crashes=2,
+    freezes=1.5,
+    wedges=0.1,
+    drains=1,
+    full=0.6,
+    preemption=0.6,
+    overload=0.3,
+    swarm=True,
+)
+PROFILES["quick"] = replace(PROFILES["all"], requests=5, span_s=2.0)
