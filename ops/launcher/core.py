@@ -17,6 +17,7 @@ from common.errors import InvariantError
 from ops.launcher.restart_policy import RestartLimits, RestartPolicy
 
 _START_CRASHES_MAX = 5
+_WRONG_USE = 2
 
 
 class Stage(Enum):
@@ -104,6 +105,8 @@ class Finish:
     """All children are gone. `error` is empty when all went as wanted."""
 
     error: str = ""
+    wrong_use: bool = False
+    """The error is one of the configuration: a child said so by its exit code."""
 
 
 Action = StartChild | TerminateChild | KillChild | AnnounceReady | Tell | Finish
@@ -138,6 +141,7 @@ class LauncherCore:
         self._phase = Phase.STARTING
         self._stage_stopping: Stage | None = None
         self._error = ""
+        self._wrong_use = False
 
     @property
     def phase(self) -> Phase:
@@ -196,6 +200,7 @@ class LauncherCore:
         restart_at = child.policy.died(now)
         if self._phase is Phase.STARTING and (event.code > 0 or child.policy.quick_deaths >= _START_CRASHES_MAX):
             self._error = f"{event.name} could not start: {event.last_line or _how(event.code)}"
+            self._wrong_use = event.code == _WRONG_USE
             return self._begin_stop(now)
         child.restart_at = restart_at
         return [Tell(f"{event.name} {_how(event.code)}; starting it again in {restart_at - now:.1f} s", warning=True)]
@@ -223,7 +228,7 @@ class LauncherCore:
         living = [child for child in self._children.values() if child.running]
         if not living:
             self._phase = Phase.OVER
-            return [Finish(self._error)]
+            return [Finish(self._error, self._wrong_use)]
         first = min((child.plan.stage for child in living), key=lambda stage: stage.value)
         if self._phase is Phase.KILLING or first is self._stage_stopping:
             return []

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 from common.clock import Clock
-from common.errors import InvariantError, KvferryError
+from common.errors import ConfigError, InvariantError, KvferryError
 from ops.launcher.core import (
     Action,
     AnnounceReady,
@@ -73,7 +73,8 @@ class Supervisor:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
         if self._finish is not None and self._finish.error:
-            raise KvferryError(self._finish.error)
+            kind = ConfigError if self._finish.wrong_use else KvferryError
+            raise kind(self._finish.error)
 
     def pids(self) -> dict[str, int]:
         """Name -> process id of the children that run."""

@@ -105,6 +105,11 @@ def test_a_child_that_cannot_start_ends_everything_with_its_own_words():
     assert launcher.core.phase is Phase.OVER
 
 
+def test_a_child_that_finds_the_configuration_wrong_says_so_by_its_code():
+    launcher = Launcher([PLANS[1]])
+    assert launcher.send(ChildExited("router", 2, "a.b: wrong")) == [Finish("router could not start: a.b: wrong", True)]
+
+
 def test_a_child_that_is_killed_while_starting_gets_some_more_chances():
     launcher = Launcher([PLANS[1]])
     for _ in range(4):

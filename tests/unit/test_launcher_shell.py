@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from common.clock import MonotonicClock
-from common.errors import KvferryError
+from common.errors import ConfigError, KvferryError
 from ops.launcher.core import ChildPlan, Stage
 from ops.launcher.listen import listen
 from ops.launcher.process import ChildSpec, prefixed, start_child
@@ -157,6 +157,16 @@ def test_a_child_that_cannot_start_ends_all_with_its_last_line():
     async def story():
         watched = Watched(child("r", SERVES, Stage.ROUTER), child("d", "print('no model'); raise SystemExit(1)"))
         with pytest.raises(KvferryError, match="d could not start: no model"):
+            await watched.supervisor.run()
+
+    run(story)
+
+
+@pytest.mark.usefixtures("_signals_restored")
+def test_a_child_that_finds_the_configuration_wrong_makes_it_wrong_use():
+    async def story():
+        watched = Watched(child("d", "print('a.b: wrong'); raise SystemExit(2)"))
+        with pytest.raises(ConfigError, match=r"d could not start: a\.b: wrong"):
             await watched.supervisor.run()
 
     run(story)
