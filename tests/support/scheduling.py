@@ -6,6 +6,7 @@ below a chunk hold exactly the ids of its sequence. A block that was shared wron
 
 from array import array
 from collections.abc import Callable, Iterable
+from typing import Any
 from zlib import crc32
 
 from common.kv.block_pool import BlockPool
@@ -143,7 +144,7 @@ class FakeNode:
                 return count
         raise AssertionError(f"still running after {max_steps} steps")
 
-    def of(self, seq_id: int, *kinds: type[SchedulerEvent]) -> list[SchedulerEvent]:
+    def of(self, seq_id: int, *kinds: type[SchedulerEvent]) -> list[Any]:
         """Events of one sequence, of some kinds."""
         return [e for e in self.events if e.seq_id == seq_id and (not kinds or isinstance(e, kinds))]
 

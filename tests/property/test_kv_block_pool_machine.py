@@ -1,0 +1,165 @@
+"""The block pool against a plain model that knows contents as tuples of ids and scans everything."""
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.kv.block_pool import BlockPool
+from tests.support.scheduling import ids
+
+SIZE = 2
+NUM_BLOCKS = 10
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+"""Two ids only: prefixes meet often."""
+
+
+@dataclass
+class Held:
+    table: tuple[int, ...]
+    ids: list[int]
+    num_final: int
+
+
+class Model:
+    """Blocks are free, in `cached` (oldest first), or in a table."""
+
+    def __init__(self) -> None:
+        self.free = set(range(NUM_BLOCKS))
+        self.cached: list[int] = []
+        self.content: dict[int, tuple[int, ...]] = {}
+        """Published blocks: all ids up to the block's end."""
+        self.held: dict[int, Held] = {}
+
+    def holders_of(self, block: int) -> int:
+        return sum(block in held.table for held in self.held.values())
+
+    def hits(self, prompt: list[int], max_cached: int) -> list[int]:
+        found: list[int] = []
+        while (len(found) + 1) * SIZE <= min(max_cached, len(prompt)):
+            prefix = tuple(prompt[: (len(found) + 1) * SIZE])
+            block = next((b for b, content in self.content.items() if content == prefix), None)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def take(self, taken: tuple[int, ...]) -> None:
+        """The pool took these for writing: free ones while there are any, then the oldest cached ones in order."""
+        num_free = min(len(self.free), len(taken))
+        assert set(taken[:num_free]) <= self.free
+        assert list(taken[num_free:]) == self.cached[: len(taken) - num_free]
+        self.free -= set(taken)
+        for block in taken[num_free:]:
+            self.cached.remove(block)
+            del self.content[block]
+
+    def let_go(self, table: tuple[int, ...], keep_cached: bool) -> None:
+        for block in reversed(table):
+            if self.holders_of(block):
+                continue
+            if block in self.content and keep_cached:
+                self.cached.append(block)
+            else:
+                self.content.pop(block, None)
+                self.free.add(block)
+
+
+class BlockPoolMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(NUM_BLOCKS, SIZE, "m")
+        self.model = Model()
+        self.last_holder = 0
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.model.held)))
+
+    @rule(prompt=PROMPTS, extra=st.integers(0, 3), keep_free=st.integers(0, 3), max_cached=st.integers(-1, 12))
+    def acquire(self, prompt, extra, keep_free, max_cached):
+        self.last_holder += 1
+        hits = self.model.hits(prompt, max_cached)
+        needed = -(-(len(prompt) + extra) // SIZE)
+        revived = [block for block in hits if block in self.model.cached]
+        num_free = len(self.model.free) + len(self.model.cached)
+        table = self.pool.acquire(
+            self.last_holder, ids(prompt), max_cached_tokens=max_cached, extra_tokens=extra, keep_free=keep_free
+        )
+        if needed - len(hits) + len(revived) > num_free - keep_free:
+            assert table is None
+            return
+        assert table is not None
+        assert table.num_cached_tokens == len(hits) * SIZE
+        assert list(table.block_ids[: len(hits)]) == hits
+        assert len(table.block_ids) == needed
+        for block in revived:
+            self.model.cached.remove(block)
+        self.model.take(table.block_ids[len(hits) :])
+        self.model.held[self.last_holder] = Held(table.block_ids, prompt, len(hits))
+
+    @precondition(lambda self: self.model.held)
+    @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))
+    def grow(self, data, more):
+        holder = self.pick(data)
+        held = self.model.held[holder]
+        wanted = held.ids + more
+        lacking = max(0, -(-len(wanted) // SIZE) - len(held.table))
+        fits = lacking <= len(self.model.free) + len(self.model.cached)
+        assert self.pool.grow(holder, len(wanted)) == fits
+        if fits:
+            table = self.pool.table(holder)
+            assert table[: len(held.table)] == held.table
+            self.model.take(table[len(held.table) :])
+            held.table, held.ids = table, wanted
+
+    @precondition(lambda self: self.model.held)
+    @rule(data=st.data())
+    def publish(self, data):
+        holder = self.pick(data)
+        held = self.model.held[holder]
+        num_tokens = data.draw(st.integers(0, len(held.ids)))
+        self.pool.publish(holder, ids(held.ids), num_tokens)
+        for number in range(held.num_final, num_tokens // SIZE):
+            prefix = tuple(held.ids[: (number + 1) * SIZE])
+            if prefix not in self.model.content.values():
+                self.model.content[held.table[number]] = prefix
+            held.num_final = number + 1
+
+    @precondition(lambda self: self.model.held)
+    @rule(data=st.data(), keep_cached=st.booleans())
+    def release(self, data, keep_cached):
+        holder = self.pick(data)
+        self.pool.release(holder, keep_cached=keep_cached)
+        self.model.let_go(self.model.held.pop(holder).table, keep_cached)
+
+    @precondition(lambda self: self.model.held)
+    @rule(data=st.data())
+    def transfer(self, data):
+        holder = self.pick(data)
+        self.last_holder += 1
+        self.pool.transfer(holder, self.last_holder)
+        self.model.held[self.last_holder] = self.model.held.pop(holder)
+
+    @invariant()
+    def agrees(self):
+        self.pool.check_invariants()
+        assert self.pool.num_free == len(self.model.free) + len(self.model.cached)
+        assert self.pool.holders == set(self.model.held)
+        for holder, held in self.model.held.items():
+            assert self.pool.table(holder) == held.table
+            assert self.pool.num_published_tokens(holder) == held.num_final * SIZE
+            for position in range(len(held.table) * SIZE):
+                block = held.table[position // SIZE]
+                mine = position >= held.num_final * SIZE and self.model.holders_of(block) == 1
+                assert self.pool.is_writable(holder, position, position + 1) == mine
+
+    def teardown(self):
+        for holder in sorted(self.model.held):
+            self.pool.release(holder)
+        self.pool.check_invariants()
+        assert self.pool.num_free == NUM_BLOCKS
+
+
+TestBlockPoolMachine = BlockPoolMachine.TestCase
+TestBlockPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,335 @@
+"""The scheduler under random adds, reservations, take-overs, aborts, pins and failures; one or two steps in flight.
+
+After every rule the invariants of pool, queue and sequences hold; the fake runner checks that every KV slot it reads
+holds what it should. At the end everything that still runs is brought to its end, and nothing may be left.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.errors import ProtocolError, RequestInvalidError
+from common.scheduling.events import (
+    ChunkComputed,
+    Failed,
+    Finished,
+    GivenBack,
+    Prefilled,
+    Sampled,
+    SchedulerEvent,
+    Started,
+)
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.scheduling.sequence import SequenceSpec, Status
+from common.scheduling.step import StepPlan
+from tests.support.scheduling import FakeNode, ids, make_spec, next_token
+
+NUM_BLOCKS, SIZE = 12, 2
+MAX_PREEMPT = 2
+EOS = frozenset({0, 1})
+PROMPTS = st.lists(st.integers(5, 6), min_size=1, max_size=10)
+SPECS = st.builds(
+    make_spec,
+    PROMPTS,
+    mode=st.sampled_from(["prefill", "decode"]),
+    priority=st.integers(1, 5),
+    accepted_at=st.floats(-30, 0),
+    max_new_tokens=st.integers(1, 12),
+    times_preempted=st.integers(0, MAX_PREEMPT),
+    ignore_eos=st.booleans(),
+)
+CONFIGS = st.builds(
+    SchedulerConfig,
+    eos_token_ids=st.just(EOS),
+    max_step_tokens=st.integers(4, 12),
+    max_chunk_tokens=st.integers(0, 3),
+    max_running=st.integers(1, 4),
+    max_steps_in_flight=st.integers(1, 2),
+    max_preempt=st.just(MAX_PREEMPT),
+    watermark_blocks_share=st.sampled_from([0.0, 0.1, 0.3]),
+)
+
+
+class Story:
+    """What the events of one sequence have told so far."""
+
+    def __init__(self, spec: SequenceSpec) -> None:
+        self.spec = spec
+        self.ids = ids(spec.token_ids)
+        self.computed = 0
+        self.started = False
+        self.over = False
+
+    def tell(self, event: SchedulerEvent) -> None:
+        assert not self.over, "an event after the end"
+        match event:
+            case Started(num_cached_tokens=cached):
+                assert not self.started
+                self.started, self.computed = True, cached
+            case ChunkComputed(token_start=start, token_end=end):
+                assert self.started
+                assert start == self.computed < end <= len(self.ids)
+                self.computed = end
+            case Sampled(token_id=token_id, position=position, index=index):
+                assert position == len(self.ids), "a token repeated or left out"
+                assert index == position - self.spec.num_prompt_tokens
+                assert token_id == next_token(self.ids), "not what an undisturbed run would have given"
+                self.ids.append(token_id)
+                self.computed = position
+            case Prefilled(num_tokens=num_tokens, token_id=token_id, index=index):
+                assert self.spec.mode == "prefill"
+                assert (num_tokens, token_id) == (len(self.ids) - 1, self.ids[-1])
+                assert index == num_tokens - self.spec.num_prompt_tokens
+            case Finished(reason=reason):
+                self.over = True
+                stopped = self.ids[-1] in EOS and not self.spec.sampling.ignore_eos
+                assert reason == ("stop" if stopped else "length")
+                assert stopped or len(self.ids) == self.spec.num_prompt_tokens + self.spec.sampling.max_new_tokens
+            case Failed():
+                self.over = True
+            case GivenBack():
+                self.over = True
+                assert self.spec.times_preempted < MAX_PREEMPT
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(config=CONFIGS)
+    def start(self, config):
+        self.config = config
+        self.node = FakeNode(config, num_blocks=NUM_BLOCKS, block_size=SIZE)
+        self.scheduler = self.node.scheduler
+        self.now = 0.0
+        self.stories: dict[int, Story] = {}
+        """Of all sequences that the scheduler may still tell of."""
+        self.pins: dict[int, int] = {}
+        self.in_flight: list[StepPlan] = []
+
+    # --- helpers ---
+
+    def tell(self, events: list[SchedulerEvent]) -> None:
+        for event in events:
+            self.stories[event.seq_id].tell(event)
+            if self.stories[event.seq_id].over:
+                del self.stories[event.seq_id]
+
+    def those(self, *statuses: Status) -> list[int]:
+        return sorted(seq_id for seq_id in self.stories if self.scheduler.status(seq_id) in statuses)
+
+    def pick(self, data: st.DataObject, *statuses: Status) -> int | None:
+        found = self.those(*statuses)
+        return data.draw(st.sampled_from(found)) if found else None
+
+    def replan(self, data: st.DataObject, old: Story) -> SequenceSpec:
+        """The request again, with some of the tokens it had drawn."""
+        outputs = old.ids[old.spec.num_prompt_tokens :]
+        kept = data.draw(st.integers(0, min(len(outputs), old.spec.sampling.max_new_tokens - 1)))
+        return make_spec(
+            old.ids[: old.spec.num_prompt_tokens],
+            outputs[:kept],
+            mode=old.spec.mode,
+            priority=old.spec.priority,
+            accepted_at=old.spec.accepted_at,
+            max_new_tokens=old.spec.sampling.max_new_tokens,
+            times_preempted=old.spec.times_preempted,
+            ignore_eos=old.spec.sampling.ignore_eos,
+        )
+
+    # --- sequences ---
+
+    @rule(spec=SPECS)
+    def add(self, spec):
+        try:
+            self.stories[self.scheduler.add(spec, self.now)] = Story(spec)
+        except RequestInvalidError:
+            assert spec.max_kv_tokens > NUM_BLOCKS * SIZE
+
+    @rule(data=st.data())
+    def take_over(self, data):
+        old_id = self.pick(data, *(set(Status) - {Status.ENDED}))
+        if old_id is None:
+            return
+        spec = self.replan(data, self.stories[old_id])
+        new_id = self.scheduler.take_over(old_id, spec, self.now)
+        del self.stories[old_id]
+        self.stories[new_id] = Story(spec)
+
+    @rule(spec=SPECS)
+    def reserve(self, spec):
+        try:
+            reservation = self.scheduler.reserve(spec, self.now)
+        except RequestInvalidError:
+            assert spec.max_kv_tokens > NUM_BLOCKS * SIZE
+            return
+        if reservation is not None:
+            assert reservation.first_token % SIZE == 0
+            assert reservation.first_token <= spec.num_known
+            self.stories[reservation.seq_id] = Story(spec)
+
+    @rule(data=st.data())
+    def commit(self, data):
+        seq_id = self.pick(data, Status.RESERVED)
+        if seq_id is not None:
+            self.scheduler.commit(seq_id)
+
+    @rule(data=st.data(), lie=st.booleans())
+    def activate(self, data, lie):
+        seq_id = self.pick(data, Status.RESERVED, Status.COMMITTED)
+        if seq_id is None:
+            return
+        story = self.stories[seq_id]
+        spec = story.spec
+        first = self.scheduler.num_computed_tokens(seq_id)
+        known = spec.num_known
+        if lie:
+            wrong = data.draw(st.sampled_from([known + 1, known - 2, *([] if spec.is_replan else [known - 1])]))
+            try:
+                self.scheduler.activate(seq_id, 7, wrong, self.now)
+            except ProtocolError:
+                return
+            raise AssertionError("a hand-over of another length was taken")
+        from_last = spec.is_replan and data.draw(st.booleans())
+        num_tokens = known - 1 if from_last else known
+        self.node.receive(seq_id, spec, first, num_tokens)
+        token = spec.token_ids[-1] if from_last else next_token(spec.token_ids)
+        if from_last:
+            story.ids.pop()
+        self.tell(self.scheduler.activate(seq_id, token, num_tokens, self.now))
+
+    @rule(data=st.data())
+    def continue_decoding(self, data):
+        seq_id = self.pick(data, Status.PREFILLED)
+        if seq_id is not None:
+            self.scheduler.continue_decoding(seq_id)
+
+    @rule(data=st.data())
+    def release(self, data):
+        seq_id = self.pick(data, Status.PREFILLED, Status.RESERVED, Status.COMMITTED)
+        if seq_id is not None:
+            self.scheduler.release(seq_id)
+            del self.stories[seq_id]
+
+    @rule(data=st.data())
+    def abort(self, data):
+        seq_id = self.pick(data, *(set(Status) - {Status.ENDED}))
+        if seq_id is None:
+            return
+        held = self.scheduler.block_table(seq_id)
+        touched = seq_id in self.pins or any(part.seq_id == seq_id for p in self.in_flight for part in p.scheduled)
+        self.scheduler.abort(seq_id)
+        del self.stories[seq_id]
+        if touched:
+            assert self.scheduler.block_table(seq_id) == held, "freed while the engine or a transport has them"
+        else:
+            assert self.scheduler.status(seq_id) is None
+
+    @rule(data=st.data())
+    def pause(self, data):
+        seq_id = self.pick(data, Status.COMPUTING)
+        if seq_id is not None:
+            self.scheduler.pause(seq_id)
+
+    @rule(data=st.data())
+    def resume(self, data):
+        seq_id = self.pick(data, Status.PAUSED)
+        if seq_id is not None:
+            self.scheduler.resume(seq_id)
+
+    @rule(data=st.data())
+    def pin(self, data):
+        seq_id = self.pick(data, *(set(Status) - {Status.ENDED, Status.WAITING}))
+        if seq_id is not None:
+            self.scheduler.pin(seq_id)
+            self.pins[seq_id] = self.pins.get(seq_id, 0) + 1
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        self.unpin_one(data.draw(st.sampled_from(sorted(self.pins))))
+
+    def unpin_one(self, seq_id: int) -> None:
+        assert self.scheduler.status(seq_id) is not None, "a pinned sequence was forgotten"
+        self.scheduler.unpin(seq_id)
+        self.pins[seq_id] -= 1
+        if not self.pins[seq_id]:
+            del self.pins[seq_id]
+
+    # --- steps ---
+
+    @rule(gate_open=st.booleans())
+    def schedule(self, gate_open):
+        self.schedule_once(gate_open)
+
+    def schedule_once(self, gate_open: bool = True) -> None:
+        decoding = self.those(Status.DECODING)
+        best = min(
+            decoding, key=lambda i: (self.stories[i].spec.priority, self.stories[i].spec.accepted_at, i), default=None
+        )
+        plan, events = self.scheduler.schedule(self.now, lambda _: gate_open)
+        assert GivenBack(best or 0) not in events, "the oldest of the best class was given back"
+        self.tell(events)
+        if plan is not None:
+            assert sum(len(part.token_ids) for part in plan.scheduled) <= self.config.max_step_tokens
+            self.in_flight.append(plan)
+        assert len(self.in_flight) <= self.config.max_steps_in_flight
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def finish_step(self, data):
+        plan = self.in_flight[0]
+        parts = [part.seq_id for part in plan.scheduled]
+        # Failures are rare, and not while a later step would read what the failed one should have written.
+        may_fail = len(self.in_flight) == 1 and data.draw(st.integers(0, 5)) == 0
+        self.finish_once({data.draw(st.sampled_from(parts)): "not a number"} if may_fail else {})
+
+    def finish_once(self, failed: dict[int, str]) -> None:
+        self.now += 0.5
+        expected = {seq_id for seq_id in failed if seq_id in self.stories}
+        events = self.node.finish(self.in_flight.pop(0), self.now, failed)
+        assert {event.seq_id for event in events if isinstance(event, Failed)} == expected
+        self.tell(events)
+
+    @invariant()
+    def holds(self):
+        if not hasattr(self, "node"):
+            return
+        self.scheduler.check_invariants()
+        load = self.scheduler.load()
+        assert load.waiting_requests == len(self.those(Status.WAITING)) == self.scheduler.num_waiting
+        assert load.free_blocks == self.node.pool.num_free
+        assert all(self.scheduler.status(seq_id) not in (None, Status.ENDED) for seq_id in self.stories)
+
+    # --- the end ---
+
+    def teardown(self):
+        if not hasattr(self, "node"):
+            return
+        for seq_id in [seq_id for seq_id, count in self.pins.items() for _ in range(count)]:
+            self.unpin_one(seq_id)
+        for _ in range(600):
+            for seq_id in self.those(Status.PREFILLED, Status.RESERVED, Status.COMMITTED):
+                self.scheduler.release(seq_id)
+                del self.stories[seq_id]
+            for seq_id in self.those(Status.PAUSED):
+                self.scheduler.resume(seq_id)
+            self.schedule_once()
+            while self.in_flight:
+                self.finish_once({})
+            if not self.stories:
+                break
+        assert not self.stories, "something never came to its end"
+        assert self.scheduler.is_quiescent()
+        assert not self.scheduler.work_waiting
+        self.scheduler.check_invariants()
+        self.runner_forgets()
+
+    def runner_forgets(self) -> None:
+        """With the next plan the runner hears of every end it has not heard of."""
+        last = self.scheduler.add(make_spec([9], max_new_tokens=1), self.now)
+        plan = self.node.step(self.now)
+        assert plan is not None
+        assert set(self.node.runner.known) == {last}
+        assert self.scheduler.is_quiescent()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
