@@ -101,6 +101,10 @@ class LinkSocket:
         """Whether a message is there."""
         return nowait.readable(self.poll_handle)
 
+    def writable(self) -> bool:
+        """Whether the connection stands and has room for a message."""
+        return nowait.writable(self.poll_handle)
+
     def send(self, frames: Sequence[Frame]) -> SendResult:
         """Send a message, after all that waits already. An overflow drops everything that waits."""
         if not self._outbox and self.try_send(frames):

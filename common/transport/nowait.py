@@ -37,3 +37,8 @@ def receive(socket: "zmq.Socket[bytes]", limit: int, *, zero_copy: bool = False)
 def readable(socket: "zmq.Socket[bytes]") -> bool:
     """Whether a message is there. Asking also lets the socket handle what its descriptor signalled."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def writable(socket: "zmq.Socket[bytes]") -> bool:
+    """Whether there is room for a message. Means something only for a socket with a single peer."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)

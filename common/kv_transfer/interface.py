@@ -1,0 +1,97 @@
+"""What a mover of KV bytes is, whatever carries them. Types only.
+
+The hand-over's state machine decides what is sent, expected and given up; a mover only moves bytes and says what became
+of them, by events of `common.state.events` that it posts from threads of its own. No call here waits for a peer.
+
+Two kinds fit behind it. A two-sided one (`zmq`) checks each piece where it arrives, before any block is touched. A
+one-sided one (`shm`, `mooncake`) writes into staging slots of the receiver, never into blocks; which slot is whose it
+settles with its own peer over the KV link (Piece with a slot, Credit), and the receiver copies from there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.clock import Clock
+from common.config.protocol import Limits
+from common.ids import Incarnation, TransferKey
+from common.protocol.messages import Piece
+from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+
+KvEvent = PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad
+Post = Callable[[KvEvent], None]
+"""Takes an event over to the control thread. Called from any thread; neither waits nor raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvEnd:
+    """What one end of the transfers is given of its process."""
+
+    own: Incarnation
+    limits: Limits
+    clock: Clock
+    post: Post
+
+
+class BlockBytes(Protocol):
+    """The KV cache as bytes in the wire's order: [layer, cache tensor, token, per-token shape]."""
+
+    def read(
+        self, layer_start: int, layer_end: int, block_table: Sequence[int], token_start: int, token_end: int
+    ) -> memoryview:
+        """A copy of these layers and tokens: what is written to the blocks later does not show in it."""
+        ...
+
+    def write(
+        self,
+        layer_start: int,
+        layer_end: int,
+        block_table: Sequence[int],
+        token_start: int,
+        token_end: int,
+        data: bytes | bytearray | memoryview,
+    ) -> None:
+        """Put them into the blocks. ValueError when the range or the length does not fit; then nothing is written."""
+        ...
+
+
+class KvMover(Protocol):
+    """Moves pieces between the caches of two process lives, both ways. Called from one thread, the node's control."""
+
+    def start(self) -> str:
+        """Bind and begin; returns the endpoint that others send to. ConfigError when it cannot be bound."""
+        ...
+
+    def open(self, peer: Incarnation, endpoint: str) -> None:
+        """Make ready to send to this life."""
+        ...
+
+    def close_peer(self, peer: Incarnation) -> None:
+        """Nothing goes to this life any more. Posts PiecesStopped for every key that had pieces waiting."""
+        ...
+
+    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+        """Read the piece's blocks and send them to `piece.key.decode`. `piece` has no data yet.
+
+        Posts PieceSent when the blocks have been read and the bytes are on their way, or KvSendFailed; the latter also
+        later, when it shows that sent pieces of the key may not have arrived.
+        """
+        ...
+
+    def stop(self, key: TransferKey) -> None:
+        """Read nothing more for this key. Posts PiecesStopped, once, when that is so; a one-sided mover posts it only
+        when no write is under way or can come, which may take until the session is closed."""
+        ...
+
+    def expect(self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0) -> None:
+        """Let pieces of this key be written at positions from `first_token` on. Posts PieceArrived or PieceBad for
+        each. The blocks below hold shared KV, and no piece may touch them."""
+        ...
+
+    def forget(self, key: TransferKey) -> None:
+        """When it returns, nothing is written to this key's blocks any more; waits for a write under way."""
+        ...
+
+    def close(self) -> None:
+        """End all threads and close everything. Nothing is posted afterwards. Also right before or without `start`."""
+        ...

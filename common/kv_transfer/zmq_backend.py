@@ -1,0 +1,169 @@
+"""The `zmq` mover: KV over ZeroMQ, staged in host memory. Works everywhere; owns one thread and the KV sockets.
+
+Control and KV share no connection. The thread reads blocks, sends, receives and writes; callers only leave commands.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from common.clock import Clock, MonotonicClock
+from common.config.protocol import Limits
+from common.errors import InvariantError
+from common.ids import Incarnation, TransferKey
+from common.kv_transfer.expectations import Expectations
+from common.kv_transfer.interface import BlockBytes, KvEnd, Post
+from common.kv_transfer.send_queue import Window
+from common.kv_transfer.zmq_receiver import ZmqReceiver
+from common.kv_transfer.zmq_sender import ZmqSender
+from common.protocol.messages import Piece
+from common.state.events import KvSendFailed, PiecesStopped
+from common.transport.context import TransportContext
+from common.transport.link_socket import LinkSocket
+from common.transport.monitor import LinkMonitor
+from common.transport.node_socket import NodeSocket
+from common.transport.options import Security, SocketOptions
+from common.transport.poll_loop import PollLoop
+from common.transport.wakeup import Inbox, Wakeup
+
+WINDOW = Window(num_bytes=16_777_216, num_pieces=32, stall_s=5.0)
+FLUSH_S = 0.02
+"""Between two tries to give credits to a peer that is full."""
+
+
+class ZmqKvMover:
+    """A `KvMover` over ZeroMQ. All its methods but `close` return at once; `forget` waits for one write at most."""
+
+    def __init__(
+        self,
+        context: TransportContext,
+        own: Incarnation,
+        bind: str,
+        cache: BlockBytes,
+        limits: Limits,
+        post: Post,
+        *,
+        allow_remote: bool = False,
+        checksum: bool = False,
+        activate: Callable[[], None] = lambda: None,
+        window: Window = WINDOW,
+        security: Security | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """`activate` binds the KV thread to the device whose memory `cache` is in."""
+        self._context = context
+        self._own = own
+        self._bind = bind
+        self._allow_remote = allow_remote
+        self._security = security
+        self._activate = activate
+        self._post = post
+        self._clock = clock or MonotonicClock()
+        # High-water marks above the window: it is the window that bounds, not a connection that stops to read.
+        self._options = SocketOptions.kv(limits, high_water=2 * window.num_pieces)
+        self._wakeup = Wakeup()
+        self._inbox: Inbox[Callable[[], None]] = Inbox(self._wakeup)
+        self._loop = PollLoop()
+        self._socket = NodeSocket(context, self._options, security)
+        self._expectations = Expectations(cache)
+        end = KvEnd(own, limits, self._clock, post)
+        self._receiver = ZmqReceiver(end, self._socket, self._expectations)
+        self._sender = ZmqSender(end, cache, self._loop, self._make_link, window, checksum=checksum)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._ended = False
+
+    def start(self) -> str:
+        """Bind and begin; returns the endpoint with its real port. ConfigError when it cannot be bound."""
+        if self._thread is not None:
+            raise InvariantError("the mover was started already")
+        bound = self._socket.bind(self._bind, allow_remote=self._allow_remote)
+        self._wakeup.open()
+        self._thread = threading.Thread(target=self._run, name="kv", daemon=True)
+        self._thread.start()
+        return bound
+
+    def open(self, peer: Incarnation, endpoint: str) -> None:
+        """Make ready to send to this life."""
+        self._inbox.put(partial(self._sender.open, peer, endpoint))
+
+    def close_peer(self, peer: Incarnation) -> None:
+        """Nothing goes to this life any more; posts PiecesStopped for every key that had pieces waiting."""
+        self._inbox.put(partial(self._sender.close_peer, peer))
+
+    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+        """Read the piece's blocks and send them; posts PieceSent or KvSendFailed."""
+        if self._ended:
+            self._post(KvSendFailed(piece.key, "the KV thread has ended"))
+            return
+        self._inbox.put(partial(self._sender.send, piece, block_table))
+
+    def stop(self, key: TransferKey) -> None:
+        """Read nothing more for this key; posts PiecesStopped."""
+        if self._ended:
+            self._post(PiecesStopped(key))
+            return
+        self._inbox.put(partial(self._sender.stop, key))
+
+    def expect(self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0) -> None:
+        """Let pieces of this key be written from `first_token` on; posts PieceArrived or PieceBad for each."""
+        self._expectations.expect(key, block_table, first_token)
+
+    def forget(self, key: TransferKey) -> None:
+        """When it returns, nothing is written for this key any more."""
+        self._expectations.forget(key)
+
+    def counts(self) -> tuple[Counter[str], Counter[str]]:
+        """(sent, received): see ZmqSender and ZmqReceiver. A copy that may be an instant old."""
+        return self._sender.counts.copy(), self._receiver.counts.copy()
+
+    def close(self) -> None:
+        """End the thread and close everything. Twice does no harm."""
+        self._stopping = True
+        self._wakeup.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._socket.close()
+        self._wakeup.close()
+
+    def check_invariants(self) -> None:
+        """Only while the thread is idle or has ended: what it keeps is consistent."""
+        self._sender.check_invariants()
+        self._socket.check_invariants()
+
+    def _make_link(self) -> tuple[LinkSocket, LinkMonitor]:
+        link = LinkSocket(self._context, self._own, self._options, self._security)
+        monitor = LinkMonitor(self._context, link)
+        link.open()
+        monitor.open()
+        return link, monitor
+
+    def _run(self) -> None:
+        try:
+            self._activate()
+            self._loop.add(self._wakeup, self._take_commands)
+            self._loop.add(self._socket, self._receiver.receive)
+            more = False
+            while not self._stopping:
+                self._loop.run_once(0.0 if more else self._timeout_s())
+                more = self._sender.pump()
+                self._sender.give_up_stalled()
+                if self._socket.has_pending:
+                    self._socket.flush()
+        finally:
+            # Also when a bug ended the loop: the peers see closed connections, and callers are told at once.
+            self._ended = True
+            self._sender.close()
+            self._socket.close()
+
+    def _take_commands(self) -> None:
+        for command in self._inbox.take_all():
+            command()
+
+    def _timeout_s(self) -> float | None:
+        if self._socket.has_pending:
+            return FLUSH_S
+        deadline = self._sender.next_deadline()
+        return None if deadline is None else max(0.0, deadline - self._clock.now())

@@ -1,0 +1,74 @@
+"""The receiving half of the `zmq` mover: one bound socket; each piece is checked, written and credited.
+
+Runs on the KV thread. Whatever a peer sends, nothing here raises for it: it is dropped and counted.
+"""
+
+from collections import Counter
+
+import msgspec
+
+from common.errors import ProtocolError
+from common.ids import Incarnation
+from common.kv_transfer.expectations import Expectations, Verdict
+from common.kv_transfer.interface import KvEnd
+from common.protocol.messages import Credit, Envelope, Piece
+from common.protocol.wire import Frame, decode, encode
+from common.state.events import PieceArrived, PieceBad
+from common.transport.node_socket import NodeSocket
+
+BATCH = 8
+"""Pieces taken in before sending gets its turn."""
+
+
+class ZmqReceiver:
+    """Takes pieces from `socket`, which it does not own."""
+
+    def __init__(self, end: KvEnd, socket: NodeSocket, expectations: Expectations) -> None:
+        self._end = end
+        self._socket = socket
+        self._expectations = expectations
+        self.counts: Counter[str] = Counter()
+        """`pieces`, `bytes` (written); `unknown`, `bad`, `foreign`, `malformed` (dropped)."""
+
+    def receive(self) -> None:
+        """Take in what is there, a batch at most."""
+        for peer, frames in self._socket.receive(BATCH):
+            piece = self._checked(peer, frames)
+            if piece is not None:
+                self._take(piece)
+                self._credit(piece)
+
+    def _checked(self, peer: Incarnation, frames: list[Frame]) -> Piece | None:
+        try:
+            envelope = decode(frames, self._end.limits)
+        except ProtocolError:
+            self.counts["malformed"] += 1
+            return None
+        piece = envelope.message
+        if not isinstance(piece, Piece):
+            self.counts["malformed"] += 1
+            return None
+        # The key's ends must be the connection's: no other life writes for a key, and nothing for another life.
+        if not (
+            envelope.sender == peer == piece.key.prefill and envelope.receiver == self._end.own == piece.key.decode
+        ):
+            self.counts["foreign"] += 1
+            return None
+        return piece
+
+    def _take(self, piece: Piece) -> None:
+        verdict, why = self._expectations.write(piece, piece.data)
+        if verdict is Verdict.WRITTEN:
+            self.counts["pieces"] += 1
+            self.counts["bytes"] += piece.num_bytes
+            self._end.post(PieceArrived(msgspec.structs.replace(piece, data=b"")))
+        elif verdict is Verdict.BAD:
+            self.counts["bad"] += 1
+            self._end.post(PieceBad(piece.key, piece.number, why))
+        else:
+            self.counts["unknown"] += 1
+
+    def _credit(self, piece: Piece) -> None:
+        """Also for a dropped piece: it has left the window."""
+        credit = Envelope(self._end.own, piece.key.prefill, Credit(key=piece.key, slot=piece.number))
+        self._socket.send(piece.key.prefill, encode(credit, self._end.limits))

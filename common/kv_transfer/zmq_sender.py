@@ -1,0 +1,198 @@
+"""The sending half of the `zmq` mover: one link for each peer, pieces read from the cache when their turn comes.
+
+Runs on the KV thread. What goes out is a copy of the blocks, so these are let go of as soon as it was made; ZeroMQ
+sends that copy without another one.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from common.errors import ConfigError, ProtocolError
+from common.ids import Incarnation, TransferKey
+from common.kv_transfer.interface import BlockBytes, KvEnd
+from common.kv_transfer.send_queue import Outgoing, SendQueue, Window
+from common.protocol.messages import Credit, Envelope, Piece
+from common.protocol.wire import decode, encode
+from common.state.events import KvSendFailed, PieceSent, PiecesStopped
+from common.transport.link_socket import LinkSocket
+from common.transport.monitor import LinkEvent, LinkMonitor
+from common.transport.poll_loop import PollLoop
+
+BATCH = 8
+"""Pieces sent before receiving gets its turn."""
+
+MakeLink = Callable[[], tuple[LinkSocket, LinkMonitor]]
+"""A link that is open, not yet connected, with its monitor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    endpoint: str
+    link: LinkSocket
+    monitor: LinkMonitor
+
+
+class ZmqSender:
+    """Sends pieces to any number of peers, in turns."""
+
+    def __init__(
+        self, end: KvEnd, cache: BlockBytes, loop: PollLoop, make_link: MakeLink, window: Window, *, checksum: bool
+    ) -> None:
+        self._end = end
+        self._cache = cache
+        self._loop = loop
+        self._make_link = make_link
+        self._queue = SendQueue(window)
+        self._checksum = checksum
+        self._routes: dict[Incarnation, _Route] = {}
+        self.counts: Counter[str] = Counter()
+        """`pieces`, `bytes` (sent); `failed` (keys), `malformed` (messages from peers)."""
+
+    # -- commands
+
+    def open(self, peer: Incarnation, endpoint: str) -> None:
+        """Connect to a peer, anew when its endpoint has changed. To a wrong endpoint every piece will fail."""
+        route = self._routes.get(peer)
+        if route is not None and route.endpoint == endpoint:
+            return
+        self.close_peer(peer)
+        link, monitor = self._make_link()
+        try:
+            link.connect(endpoint)
+        except ConfigError:  # it came from another process
+            monitor.close()
+            link.close()
+            return
+        self._routes[peer] = _Route(endpoint, link, monitor)
+        self._queue.open(peer)
+        self._loop.add(link, lambda: self._on_link(peer, link))
+        self._loop.add(monitor, lambda: self._on_monitor(peer, link, monitor))
+
+    def close_peer(self, peer: Incarnation) -> None:
+        """Close the link to a peer and drop what waits for it."""
+        self._disconnect(peer)
+        for key in self._queue.close(peer):
+            self._end.post(PiecesStopped(key))
+
+    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+        """Let a piece wait for its turn."""
+        if piece.key.decode not in self._queue:
+            self._fail(piece.key, "no link to this node")
+            return
+        self._queue.add(Outgoing(piece, block_table), self._end.clock.now())
+
+    def stop(self, key: TransferKey) -> None:
+        """Read no more for a key."""
+        self._queue.stop(key)
+        self._end.post(PiecesStopped(key))
+
+    def close(self) -> None:
+        """Close all links; nothing is posted."""
+        for peer in list(self._routes):
+            self._disconnect(peer)
+            self._queue.close(peer)
+
+    # -- the loop
+
+    def pump(self) -> bool:
+        """Send what can go, a batch at most; whether more can."""
+        for _ in range(BATCH):
+            outgoing = self._queue.next()
+            if outgoing is None:
+                return False
+            self._send_now(outgoing)
+        return True
+
+    def next_deadline(self) -> float | None:
+        """When `give_up_stalled` is to be called next."""
+        return self._queue.next_deadline()
+
+    def give_up_stalled(self) -> None:
+        """Fail what waits for peers that take nothing, and connect to them anew."""
+        for peer in self._queue.stalled(self._end.clock.now()):
+            endpoint = self._routes[peer].endpoint
+            self._disconnect(peer)
+            for key in self._queue.close(peer):
+                self._fail(key, "the node takes no KV")
+            self.open(peer, endpoint)
+
+    def check_invariants(self) -> None:
+        """Every peer that pieces may wait for has a link."""
+        self._queue.check_invariants()
+
+    # -- inside
+
+    def _send_now(self, outgoing: Outgoing) -> None:
+        peer = outgoing.piece.key.decode
+        link = self._routes[peer].link
+        if not link.writable():
+            self._block(peer, link)
+            return
+        try:
+            frames = encode(Envelope(self._end.own, peer, self._read(outgoing)), self._end.limits)
+        except (ValueError, RuntimeError, ProtocolError) as error:  # a range that does not fit; the device's errors
+            self._queue.stop(outgoing.piece.key)
+            self._fail(outgoing.piece.key, f"cannot be sent: {error}")
+            return
+        if not link.try_send(frames):
+            self._block(peer, link)
+            return
+        self._queue.given(outgoing, self._end.clock.now())
+        self.counts["pieces"] += 1
+        self.counts["bytes"] += outgoing.piece.num_bytes
+        self._end.post(PieceSent(outgoing.piece.key, outgoing.piece.number))
+
+    def _read(self, outgoing: Outgoing) -> Piece:
+        piece = outgoing.piece
+        data = self._cache.read(
+            piece.layer_start, piece.layer_end, outgoing.block_table, piece.token_start, piece.token_end
+        )
+        if data.nbytes != piece.num_bytes:
+            raise ValueError(f"{data.nbytes} bytes where the piece says {piece.num_bytes}")
+        checksum = zlib.crc32(data) if self._checksum else None
+        return msgspec.structs.replace(piece, data=data, checksum=checksum)
+
+    def _block(self, peer: Incarnation, link: LinkSocket) -> None:
+        self._queue.block(peer)
+        self._loop.want_room(link, True)
+
+    def _on_link(self, peer: Incarnation, link: LinkSocket) -> None:
+        self._take_credits(peer, link)
+        if link.writable() and self._queue.unblock(peer):
+            self._loop.want_room(link, False)
+
+    def _take_credits(self, peer: Incarnation, link: LinkSocket) -> None:
+        for frames in link.receive():
+            try:
+                envelope = decode(frames, self._end.limits)
+            except ProtocolError:
+                self.counts["malformed"] += 1
+                continue
+            credit = envelope.message
+            if isinstance(credit, Credit) and (envelope.sender, envelope.receiver) == (peer, self._end.own):
+                self._queue.credited(peer, credit.key, credit.slot, self._end.clock.now())
+            else:
+                self.counts["malformed"] += 1
+
+    def _on_monitor(self, peer: Incarnation, link: LinkSocket, monitor: LinkMonitor) -> None:
+        if LinkEvent.DISCONNECTED in list(monitor.receive()):
+            self._take_credits(peer, link)  # what it took before the end
+            for key in self._queue.lost(peer):
+                self._fail(key, "the connection broke")
+
+    def _fail(self, key: TransferKey, reason: str) -> None:
+        self.counts["failed"] += 1
+        self._end.post(KvSendFailed(key, reason))
+
+    def _disconnect(self, peer: Incarnation) -> None:
+        route = self._routes.pop(peer, None)
+        if route is None:
+            return
+        for source in (route.link, route.monitor):
+            self._loop.remove(source)
+        route.monitor.close()
+        route.link.close()
