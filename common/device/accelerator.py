@@ -3,9 +3,10 @@
 torch.cuda and torch_npu.npu offer the same calls under the same names; `AcceleratorApi` lists those used here.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,28 +16,8 @@ from common.device.paged import allocate_paged, read_paged_blocks, write_paged_t
 from common.errors import ConfigError
 
 
-class DeviceEvent(Protocol):
-    """A mark in a stream; any thread may wait for it."""
-
-    def query(self) -> bool:
-        """Whether all work before the mark is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it is."""
-        ...
-
-
 class DeviceStream(Protocol):
     """A queue of work on the device."""
-
-    def wait_stream(self, stream: Self) -> None:
-        """What comes next here starts after what `stream` has got so far."""
-        ...
-
-    def record_event(self) -> DeviceEvent:
-        """A mark after all work given so far."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until all work given so far is done."""
@@ -90,14 +71,14 @@ class Accelerator(Generic[Stream]):
     """Implements `common.device.base.Device` over an `AcceleratorApi`. The constructor touches no device."""
 
     def __init__(
-        self, device: torch.device, ops: Ops, api: AcceleratorApi[Stream], rules: CacheRules, copy_stream: Stream
+        self, device: torch.device, ops: Ops, api: AcceleratorApi[Stream], rules: CacheRules, side_stream: Stream
     ) -> None:
         self.name = device.type
         self.torch_device = device
         self.ops = ops
         self._api = api
         self._rules = rules
-        self._copy_stream = copy_stream
+        self._side_stream = side_stream
 
     def activate_thread(self) -> None:
         """Bind the calling thread; the runtimes keep the current device per thread, and a new thread has device 0."""
@@ -117,20 +98,6 @@ class Accelerator(Generic[Stream]):
         """[len(block_ids), block_size, *shape_per_token] on this device, in the order of the calling thread's work."""
         return read_paged_blocks(cache, block_ids)
 
-    def read_blocks_to_host(self, cache: Tensor, block_ids: Tensor, out: Tensor) -> DeviceEvent:
-        """Copy blocks to `out` (pinned uint8, exact size) beside the compute; `out` is right once the event is done.
-
-        Starts after all work that the calling thread has given so far. Blocks are gathered on the device first: one
-        large copy reaches the bus's bandwidth, many of a block each do not.
-        """
-        stream = self._copy_stream
-        stream.wait_stream(self._api.current_stream(self.torch_device))
-        with self._api.stream(stream):
-            # Allocated, used and freed under this stream only, so the allocator cannot give it away too early.
-            blocks = read_paged_blocks(cache, block_ids)
-            out.copy_(blocks.view(-1).view(torch.uint8), non_blocking=True)
-            return stream.record_event()
-
     def write_tokens(self, cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
         """Put tokens [n, *shape_per_token] at `slots` [n]; host tensors are copied over first."""
         write_paged_tokens(cache, slots, tokens)
@@ -146,3 +113,10 @@ class Accelerator(Generic[Stream]):
     def synchronize(self) -> None:
         """Wait for the calling thread's stream."""
         self._api.current_stream(self.torch_device).synchronize()
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Copies given inside run beside the compute; on leaving they are done."""
+        with self._api.stream(self._side_stream):
+            yield
+            self._side_stream.synchronize()

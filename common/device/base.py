@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -136,4 +137,11 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all work given to this device by this thread is done."""
+        ...
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Work that the calling thread gives inside runs beside the compute; on leaving it is done.
+
+        It does not wait for work given before: what it reads must be complete, what it writes not in use.
+        """
         ...

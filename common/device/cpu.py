@@ -1,5 +1,7 @@
 """The CPU as a device: threads, memory, and a cache layout that decoding reads in whole blocks per kv head."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import psutil
 import torch
 from torch import Tensor
@@ -70,6 +72,10 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         """Ops are done when they return."""
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Threads are beside each other as they are."""
+        return nullcontext()
 
 
 def _by_head(cache: Tensor) -> bool:

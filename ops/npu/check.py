@@ -19,7 +19,7 @@ from ops.npu.build_stub import HOST_ACL, build
 
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch-npu==2.13.0"
-OTHERS = ("numpy", "pyyaml", "msgspec", "psutil", "pytest", "pytest-asyncio", "pytest-timeout")
+OTHERS = ("numpy", "pyyaml", "msgspec", "orjson", "psutil", "pytest", "pytest-asyncio", "pytest-timeout")
 _ROOT = Path(__file__).resolve().parents[2]
 _VENV = _ROOT / ".venv-npu"
 _STUB = _VENV / "cann-stub"

@@ -4,7 +4,6 @@ No kernels here, and no asynchrony but one: a process with HOST_ACL_LATE_D2H=1 d
 moment, so that reading before the event is seen as the mistake it is.
 """
 
-import ctypes
 import threading
 
 import pytest
@@ -27,10 +26,6 @@ def device(torch_npu):
 @pytest.fixture
 def caches(device):
     return device.allocate_layer_cache(SPECS, BLOCKS, BLOCK)
-
-
-def copies(kind):
-    return ctypes.CDLL("libascendcl.so").host_acl_copies(kind)
 
 
 def test_it_says_what_it_is(device):
@@ -68,38 +63,38 @@ def test_pinned_memory_is_pinned(device):
     assert buffer.is_pinned()
 
 
-def test_blocks_go_to_the_host_in_one_copy(device, caches):
-    tokens = torch.randn(BLOCKS * BLOCK, 2, 128).bfloat16()
-    device.write_tokens(caches[0], torch.arange(BLOCKS * BLOCK), tokens)
-    out = device.pinned_empty(3 * BLOCK * 2 * 128 * 2)
-    before = copies(2)
-    wanted = tokens.view(BLOCKS, BLOCK, 2, 128)[[5, 0, 3]]
-    device.read_blocks_to_host(caches[0], torch.tensor([5, 0, 3]), out).synchronize()
-    # The gather's stand-in reads its operands over the host as well: two copies of its own.
-    assert copies(2) - before == 3
-    assert torch.equal(out.view(torch.bfloat16).view(3, BLOCK, 2, 128), wanted)
-
-
 LATE = """
 import torch
 from tests.npu.reference_kernels import bind_kernels
 bind_kernels()
-from common.device.base import KvTensorSpec
 from common.device.npu import open_npu
 device = open_npu(0)
-(cache,) = device.allocate_layer_cache((KvTensorSpec("key", (1, 8), torch.float32),), 2, 128)
-cache.copy_(torch.ones(cache.shape))
-out = device.pinned_empty(128 * 8 * 4)
-out.zero_()
-event = device.read_blocks_to_host(cache, torch.tensor([1]), out)
-early = bool(out.any())
-event.synchronize()
-result = [early, bool((out.view(torch.float32) == 1).all())]
+cache = torch.empty(64, device=device.torch_device)
+cache.copy_(torch.ones(64))
+buffers = [device.pinned_empty(256).zero_() for _ in range(2)]
+with device.side_stream():
+    buffers[0].copy_(cache.view(torch.uint8), non_blocking=True)
+    inside = bool(buffers[0].any())
+left = bool((buffers[0].view(torch.float32) == 1).all())
+buffers[1].copy_(cache.view(torch.uint8), non_blocking=True)
+with device.side_stream():
+    pass
+other = bool(buffers[1].any())
+device.synchronize()
+result = [inside, left, other, bool(buffers[1].any())]
 """
 
 
-def test_the_copy_is_there_after_the_event_and_not_promised_before():
-    assert in_a_process(LATE, HOST_ACL_LATE_D2H="1") == [False, True]
+def test_copies_are_done_when_the_side_stream_or_a_wait_ends_and_not_before():
+    """The second copy runs in the thread's own stream: leaving the side stream does not wait for that one."""
+    assert in_a_process(LATE, HOST_ACL_LATE_D2H="1") == [False, True, False, True]
+
+
+def test_copies_in_the_side_stream_are_not_in_the_threads_own(device, torch_npu):
+    own = torch_npu.npu.current_stream()
+    with device.side_stream():
+        assert torch_npu.npu.current_stream() != own
+    assert torch_npu.npu.current_stream() == own
 
 
 def test_a_thread_must_be_bound(device):
