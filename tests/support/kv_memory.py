@@ -1,0 +1,105 @@
+"""A KV cache in plain memory, for tests of movers: every byte can be looked at, and a write can be held up."""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from common.ids import Incarnation, RequestId, TransferKey
+from common.kv_transfer.interface import KvEvent
+from common.protocol.messages import Piece
+
+
+class MemoryCache:
+    """[layer, block * block_size + offset, bytes of a token]."""
+
+    def __init__(self, *, num_layers: int = 4, num_blocks: int = 8, block_size: int = 4, token_bytes: int = 8) -> None:
+        self.block_size = block_size
+        self.token_bytes = token_bytes
+        self.bytes = np.zeros((num_layers, num_blocks * block_size, token_bytes), np.uint8)
+        self.before_write: Callable[[], object] = lambda: None
+        self.before_read: Callable[[], object] = lambda: None
+        self.writes = 0
+
+    def fill(self, seed: int) -> "MemoryCache":
+        """Random bytes everywhere."""
+        self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.bytes.shape, np.uint8)
+        return self
+
+    def num_bytes(self, layers: int, tokens: int) -> int:
+        """Of a piece."""
+        return layers * tokens * self.token_bytes
+
+    def rows(self, block_table: Sequence[int], start: int, end: int) -> list[int]:
+        """Where the positions lie."""
+        size = self.block_size
+        if not 0 <= start < end <= len(block_table) * size:
+            raise ValueError(f"tokens {start} to {end} of {len(block_table)} blocks")
+        return [block_table[position // size] * size + position % size for position in range(start, end)]
+
+    def read(
+        self, layer_start: int, layer_end: int, block_table: Sequence[int], token_start: int, token_end: int
+    ) -> memoryview:
+        """See BlockBytes."""
+        self.before_read()
+        part = self.bytes[layer_start:layer_end, self.rows(block_table, token_start, token_end)]
+        return memoryview(np.ascontiguousarray(part).reshape(-1))  # type: ignore[arg-type]
+
+    def write(
+        self,
+        layer_start: int,
+        layer_end: int,
+        block_table: Sequence[int],
+        token_start: int,
+        token_end: int,
+        data: bytes | bytearray | memoryview,
+    ) -> None:
+        """See BlockBytes."""
+        rows = self.rows(block_table, token_start, token_end)
+        if not 0 <= layer_start < layer_end <= len(self.bytes):
+            raise ValueError(f"layers {layer_start} to {layer_end}")
+        self.before_write()
+        shape = (layer_end - layer_start, len(rows), self.token_bytes)
+        self.bytes[layer_start:layer_end, rows] = np.frombuffer(data, np.uint8).reshape(shape)
+        self.writes += 1
+
+
+class Posted:
+    """Collects a mover's events, from whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._events: list[KvEvent] = []
+
+    def __call__(self, event: KvEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def all(self) -> list[KvEvent]:
+        """So far."""
+        with self._lock:
+            return list(self._events)
+
+    def of(self, *kinds: type) -> list[KvEvent]:
+        """Those of some kinds, so far."""
+        return [event for event in self.all() if isinstance(event, kinds)]
+
+
+def key_between(prefill: Incarnation, decode: Incarnation, number: int = 1) -> TransferKey:
+    """A transfer key."""
+    return TransferKey(RequestId(f"{number:032x}"), 1, 1, prefill, decode)
+
+
+def piece_of(
+    cache: MemoryCache, key: TransferKey, number: int = 0, *, layers: tuple[int, int], tokens: tuple[int, int]
+) -> Piece:
+    """A piece without data whose length is right."""
+    return Piece(
+        key=key,
+        number=number,
+        layer_start=layers[0],
+        layer_end=layers[1],
+        token_start=tokens[0],
+        token_end=tokens[1],
+        num_bytes=cache.num_bytes(layers[1] - layers[0], tokens[1] - tokens[0]),
+    )
