@@ -8,15 +8,15 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from common.clock import Clock
 from common.config.protocol import Limits
 from common.errors import InvariantError, ProtocolError
-from common.ids import Incarnation, TransferKey
+from common.ids import Incarnation
+from common.kv_transfer.interface import KvMover
 from common.node.engine_thread import EngineThread
 from common.node.poll_watcher import PollWatcher
-from common.protocol.messages import Envelope, Message, Piece
+from common.protocol.messages import Envelope, Message
 from common.protocol.wire import decode, encode
 from common.scheduling.step import StepPlan
 from common.state.actions import (
@@ -50,42 +50,6 @@ TICK_S = 0.05
 MAX_RECEIVED_PER_TURN = 5000
 """Messages taken in before the clock is looked at again."""
 ENGINE_STOP_S = 20.0
-
-
-class KvMover(Protocol):
-    """What moves KV for this node; one of `common.kv_transfer`."""
-
-    def start(self) -> str:
-        """Bind and begin; returns the endpoint that others send to."""
-        ...
-
-    def open(self, peer: Incarnation, endpoint: str) -> None:
-        """Make ready to send to this life."""
-        ...
-
-    def close_peer(self, peer: Incarnation) -> None:
-        """Nothing goes to this life any more."""
-        ...
-
-    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
-        """Read the piece's blocks and send them; posts PieceSent or KvSendFailed."""
-        ...
-
-    def stop(self, key: TransferKey) -> None:
-        """Read nothing more for this key; posts PiecesStopped."""
-        ...
-
-    def expect(self, key: TransferKey, block_table: tuple[int, ...]) -> None:
-        """Let pieces of this key be written; posts PieceArrived or PieceBad for each."""
-        ...
-
-    def forget(self, key: TransferKey) -> None:
-        """When it returns, nothing is written for this key any more."""
-        ...
-
-    def close(self) -> None:
-        """End, and close everything."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +212,8 @@ class NodeShell:
                 self._kv.send(piece, block_table)
             case StopPieces(key):
                 self._kv.stop(key)
-            case ExpectPieces(key, block_table):
-                self._kv.expect(key, block_table)
+            case ExpectPieces(key, block_table, first_token):
+                self._kv.expect(key, block_table, first_token)
             case ForgetPieces(key):
                 self._kv.forget(key)
             case OpenKv(peer, endpoint):

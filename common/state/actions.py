@@ -99,10 +99,11 @@ class CloseKv:
 
 @dataclass(frozen=True, slots=True)
 class ExpectPieces:
-    """Let pieces of this key be written into these blocks."""
+    """Let pieces of this key be written into these blocks, at positions from first_token on: below is shared KV."""
 
     key: TransferKey
     block_table: tuple[int, ...]
+    first_token: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,9 @@ class DecodeLeg:
 
     def _granted(self, entry: Entry) -> list[Action]:
         assert entry.seq_id is not None
-        return [ExpectPieces(entry.key, self.scheduler.block_table(entry.seq_id)), self._grant_message(entry)]
+        assert entry.ledger is not None
+        table = self.scheduler.block_table(entry.seq_id)
+        return [ExpectPieces(entry.key, table, entry.ledger.first_token_pos), self._grant_message(entry)]
 
     def _grant_message(self, entry: Entry) -> Send:
         assert entry.ledger is not None

@@ -1,0 +1,308 @@
+"""A whole cluster in one process: the router's real application and service, real nodes, real ZeroMQ, a real model.
+
+Nodes are threads; endpoints are `inproc` unless told otherwise. At the end everything must be at the baseline: no
+request, no block, no entry, no socket, no thread, no descriptor left.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from prometheus_client import CollectorRegistry
+
+from common.clock import MonotonicClock
+from common.config.protocol import Limits, Timers
+from common.config.resolve import NodeSettings
+from common.config.schema import Role, RouterConfig
+from common.device.base import Device
+from common.models.load import LoadedModel
+from common.node.build import LegContext, NodeBuilder, Surroundings
+from common.node.shell import NodeShell
+from common.state.actions import ExitProcess
+from common.state.leg import Leg
+from common.state.node_core import NodeCore
+from common.transport.context import TransportContext
+from decode_node.build import make_leg as make_decode_leg
+from prefill_node.build import make_leg as make_prefill_leg
+from router.app import AppDependencies, create_app
+from router.http.metrics import RouterMetrics
+from router.http.shell import AsgiShell
+from router.service import RouterService, ServiceSettings
+from tests.support.eventually import eventually
+from tests.support.pause import PausePoints
+
+_numbers = itertools.count()
+_MAKE_LEG: dict[Role, Callable[[LegContext], Leg]] = {"prefill": make_prefill_leg, "decode": make_decode_leg}
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What a test may choose."""
+
+    prefill: int = 1
+    decode: int = 1
+    scheme: str = "inproc"
+    block_size: int = 4
+    num_blocks: int = 256
+    max_step_tokens: int = 32
+    max_running: int = 32
+    prefix_cache: bool = True
+    checksum: bool = True
+    timers: Timers = field(default_factory=Timers)
+    limits: Limits = field(default_factory=Limits)
+    router: RouterConfig = field(default_factory=lambda: RouterConfig(max_input_length=400))
+
+
+class NodeThread:
+    """One node of the cluster. `kill` ends it without a word to anybody."""
+
+    def __init__(self, name: str, role: Role, shell: NodeShell, pauses: PausePoints) -> None:
+        self.name = name
+        self.role = role
+        self.shell = shell
+        self.pauses = pauses
+        self.ended: ExitProcess | None = None
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+        assert self.shell.wait_bound(10.0)
+        if self.error is not None:
+            raise self.error
+
+    def kill(self) -> None:
+        self.shell.stop("killed by the test")
+        self.pauses.release_all()
+        self.thread.join(30.0)
+        assert not self.thread.is_alive()
+
+    async def ask(self, function: Any) -> Any:
+        """Evaluate a function of the core on the node's own thread."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+
+        def run(core: NodeCore) -> None:
+            try:
+                value = function(core)
+            except BaseException as error:  # noqa: BLE001  raised again where it was asked
+                loop.call_soon_threadsafe(answer.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(answer.set_result, value)
+
+        self.shell.call(run)
+        return await asyncio.wait_for(answer, 10.0)
+
+    def _run(self) -> None:
+        try:
+            self.ended = self.shell.run()
+        except BaseException as error:  # noqa: BLE001  raised again when the cluster stops
+            self.error = error
+
+
+class Cluster:
+    """Everything a test needs. Made by `running_cluster`."""
+
+    def __init__(self, loaded: LoadedModel, device: Device, options: ClusterOptions, run_dir: str) -> None:
+        self.options = options
+        self.loaded = loaded
+        self._device = device
+        self._number = next(_numbers)
+        self._run_dir = run_dir
+        self.context = TransportContext()
+        self.clock = MonotonicClock()
+        self.log = logging.getLogger("tests.cluster")
+        self.nodes: dict[str, NodeThread] = {}
+        self.dead: list[NodeThread] = []
+        self.service: RouterService
+        self.app: AsgiShell
+        self.http: httpx.AsyncClient
+
+    # -- life
+
+    async def start(self) -> None:
+        counts: dict[Role, int] = {"prefill": self.options.prefill, "decode": self.options.decode}
+        for role, count in counts.items():
+            for index in range(count):
+                self.add_node(f"{role}-{index}", role)
+        settings = ServiceSettings(
+            name=f"worker-{self._number}",
+            timers=self.options.timers,
+            limits=self.options.limits,
+            static_nodes=tuple(node.shell.endpoint for node in self.nodes.values()),
+        )
+        self.service = RouterService(settings, self.clock, self.context, self.log)
+        deps = AppDependencies(
+            service=self.service,
+            settings=self.options.router,
+            metrics=RouterMetrics(CollectorRegistry()),
+            access_log=logging.getLogger("tests.cluster.access"),
+            logger=self.log,
+        )
+        self.app = create_app(deps)
+        # falcon's own test client says that the client left as soon as the body is read, or polls without a pause.
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")  # type: ignore[arg-type]
+        await self.service.start()
+        await eventually(lambda: self.service.not_ready_reason(MODEL) is None, "the cluster is ready")
+
+    def add_node(self, name: str, role: Role, *, bind: str | None = None) -> NodeThread:
+        """Start a node; `bind` makes it take a dead one's place."""
+        pauses = PausePoints()
+        settings = self._settings(name, role, bind)
+        around = Surroundings(
+            self.context, self.clock, self.log, self.options.timers, self.options.limits, wrap_runner=pauses.wrap
+        )
+        make_leg = _MAKE_LEG[role]
+        builder = NodeBuilder(self.loaded, self._device, settings, around, lambda context: (make_leg(context),))
+        node = self.nodes[name] = NodeThread(name, role, builder.build(), pauses)
+        node.start()
+        return node
+
+    def kill(self, name: str) -> NodeThread:
+        """The node ends at once, telling nobody."""
+        node = self.nodes.pop(name)
+        node.kill()
+        self.dead.append(node)
+        return node
+
+    async def stop(self) -> None:
+        try:
+            for node in self.nodes.values():
+                node.pauses.release_all()
+            await self.quiescent()
+        finally:
+            await self.http.aclose()
+            await self.service.stop()
+            for name in list(self.nodes):
+                self.kill(name)
+        for node in self.dead:
+            if node.error is not None:
+                raise node.error
+        self.context.check_invariants()
+        assert self.context.open_sockets() == ()
+        self.context.close()
+
+    async def quiescent(self, deadline_s: float = 10.0) -> None:
+        """Wait until nothing is in flight anywhere, then check every invariant."""
+        await eventually(lambda: self.service.core.is_quiescent(), "the router worker is quiescent", deadline_s)
+        self.service.core.check_invariants()
+        for node in self.nodes.values():
+            await self._node_quiescent(node, deadline_s)
+
+    async def _node_quiescent(self, node: NodeThread, deadline_s: float) -> None:
+        until = self.clock.now() + deadline_s
+        while not await node.ask(lambda core: core.is_quiescent()):
+            if self.clock.now() > until:
+                story = await node.ask(_story)
+                raise AssertionError(f"{node.name} is not quiescent after {deadline_s} s: {story}")
+            await asyncio.sleep(0.01)
+        await node.ask(lambda core: core.check_invariants())
+
+    def _settings(self, name: str, role: Role, bind: str | None) -> NodeSettings:
+        options = self.options
+        address = {
+            "inproc": f"inproc://{{}}-{self._number}-{name}-{len(self.dead)}",
+            "ipc": f"ipc://{self._run_dir}/{{}}-{name}-{len(self.dead)}",
+            "tcp": "tcp://127.0.0.1:*",
+        }[options.scheme]
+        per_token = sum(4 * spec.shape_per_token[0] * spec.shape_per_token[1] for spec in self.loaded.kv_specs)
+        return NodeSettings(
+            role=role,
+            name=name,
+            bind=bind or address.format("control"),
+            kv_bind=address.format("kv"),
+            advertise="",
+            kv_advertise="",
+            allow_remote=False,
+            device="cpu",
+            max_model_len=self.loaded.info.max_model_len,
+            block_size=options.block_size,
+            device_index=0,
+            kv_cache_bytes=per_token * self.loaded.config.num_layers * options.block_size * options.num_blocks,
+            kv_cache_bytes_on_cpu=0,
+            threads=1,
+            max_step_tokens=options.max_step_tokens,
+            max_running=options.max_running,
+            prefix_cache=options.prefix_cache,
+            checksum=options.checksum,
+        )
+
+    # -- what a client does
+
+    async def infer(self, token_ids: list[int], **parameters: Any) -> dict[str, Any]:
+        """The unary answer: status, and the JSON body."""
+        status, text = await self.post(body_of(token_ids, **parameters))
+        return {"status": status, **json.loads(text)}
+
+    async def post(self, body: bytes, **headers: str) -> tuple[int, str]:
+        """Status and text of a token request. The client stays until the answer is complete."""
+        response = await self.http.post(f"/v2/models/{MODEL}/infer", content=body, headers=headers)
+        return response.status_code, response.text
+
+    async def generate(self, token_ids: list[int], **parameters: Any) -> list[int]:
+        """The output ids of a unary request that must succeed."""
+        answer = await self.infer(token_ids, **parameters)
+        assert answer["status"] == 200, answer
+        data: list[int] = answer["outputs"][0]["data"]
+        return data
+
+    async def stream(self, token_ids: list[int], **parameters: Any) -> list[dict[str, Any]]:
+        """All events of a streamed request."""
+        status, text = await self.post(body_of(token_ids, **parameters), Accept="text/event-stream")
+        assert status == 200, text
+        return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
+
+
+def body_of(token_ids: list[int], **parameters: Any) -> bytes:
+    """A request body."""
+    return json.dumps(
+        {
+            "inputs": [{"name": "input0", "shape": [1, len(token_ids)], "datatype": "UINT32", "data": token_ids}],
+            "outputs": [{"name": "output0"}],
+            "parameters": parameters,
+        }
+    ).encode()
+
+
+def tokens_of(events: list[dict[str, Any]]) -> list[int]:
+    """The ids of a stream; checks that indices come once each, in order."""
+    ids: list[int] = []
+    for event in events:
+        if event.get("token_ids"):
+            assert event["index"] == len(ids), events
+            ids += event["token_ids"]
+    return ids
+
+
+def _story(core: NodeCore) -> str:
+    legs = [getattr(leg, "jobs", None) or getattr(leg, "entries", None) for leg in core.legs]
+    return f"legs {legs}, scheduler {core.scheduler.load()}"
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
+    loaded: LoadedModel, device: Device, run_dir: str, options: ClusterOptions | None = None
+) -> AsyncIterator[Cluster]:
+    """A cluster that is ready; torn down, and checked for leaks, at the end."""
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    cluster = Cluster(loaded, device, options or ClusterOptions(), run_dir)
+    await cluster.start()
+    try:
+        yield cluster
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            await cluster.stop()
+        raise
+    await cluster.stop()
+    await eventually(
+        lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before, "descriptors and threads"
+    )

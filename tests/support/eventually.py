@@ -1,0 +1,16 @@
+"""Waiting for a condition, with a deadline, in place of sleeps of a guessed length."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+POLL_S = 0.005
+
+
+async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+    """Return as soon as the condition holds; AssertionError naming `what` when the deadline passes first."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > until:
+            raise AssertionError(f"did not happen within {deadline_s} s: {what}")
+        await asyncio.sleep(POLL_S)
