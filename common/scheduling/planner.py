@@ -42,8 +42,9 @@ class Planner:
         """A waiting sequence has its blocks. If all but the last known id is there, nothing needs computing."""
         seq.set_computed(num_cached)
         events.append(Started(seq.seq_id, num_cached))
-        last = seq.spec.num_known - 1
-        if seq.spec.mode == "prefill" and seq.spec.is_replan and num_cached == last:
+        spec = seq.spec
+        goes_on = spec.is_replan and spec.sampling.max_new_tokens - seq.num_outputs > 1  # else the draw happens here
+        if spec.mode == "prefill" and goes_on and num_cached == spec.num_known - 1:
             self._table.move(seq, Status.PREFILLED)
             events.append(prefilled(seq))
         else:

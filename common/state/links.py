@@ -17,6 +17,10 @@ from common.state.table import Machine, Table
 
 FORGET_AFTER_S = 60.0
 """A dead link that nobody announces is dropped after this long."""
+PAST_LIVES_KEPT = 8
+"""Of each address: what still comes from one of these is late, and changes nothing."""
+HELLO_SPACING_S = 0.1
+"""Between two Hellos to a node that does not know us: each of our messages makes it say so."""
 
 
 class LinkState(Enum):
@@ -91,6 +95,8 @@ class Link:
     """Highest Tokens number seen."""
     probing: bool = False
     needs_reset: bool = False
+    past: list[Incarnation] = field(default_factory=list)
+    """Lives that were here before this one."""
 
     @property
     def state(self) -> LinkState:
@@ -170,11 +176,16 @@ class LinkTable:
             return []  # one link a life: a second address of it waits until the first one fails
         actions: list[Action] = []
         if link.peer != sender:
+            if sender in link.past:
+                return []
             if link.up:
                 self._lose(link, now)
-            link.peer, link.status, link.beat_no, link.link_seq = sender, None, 0, 0
+            if link.peer is not None:
+                link.past = [*link.past[1 - PAST_LIVES_KEPT :], link.peer]
+            link.peer, link.status, link.beat_no = sender, None, 0
             actions.append(BindPeer(endpoint, sender))
         link.welcome, link.refusal = message, ""
+        link.link_seq = 0  # it may have forgotten us in between, and counts anew then
         link.last_heard = link.last_progress = now
         link.machine.move(LinkEvent.WELCOME, now)
         self.by_peer[sender] = link
@@ -190,15 +201,19 @@ class LinkTable:
         link.refusal = message.reason
         link.machine.move(LinkEvent.HELLO_REFUSED, now)
 
-    def on_heard(self, endpoint: str, sender: Incarnation, now: float) -> list[Action]:
-        """Anything else came: the same life is heard, another one ends it. Returns a Hello when one is due."""
+    def on_heard(self, endpoint: str, sender: Incarnation, now: float, *, unknown: bool = False) -> list[Action]:
+        """Anything else came: the same life is heard, another one ends it. Returns a Hello when one is due.
+
+        unknown: it came to say that it does not know us (any more).
+        """
         link = self.links.get(endpoint)
-        if link is None:
+        if link is None or sender in link.past:
             return []
         if link.peer == sender and link.up:
             link.last_heard = now
-            link.machine.move(LinkEvent.HEARD, now)
-            return []
+            if link.state is not LinkState.ALIVE:
+                link.machine.move(LinkEvent.HEARD, now)
+            return self._say_hello(link, now) if unknown and now - link.last_hello >= HELLO_SPACING_S else []
         if link.up:
             self._lose(link, now)
         return self._say_hello(link, now)

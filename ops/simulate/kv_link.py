@@ -13,7 +13,7 @@ from common.protocol.messages import Piece
 from common.state.events import Event, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from ops.simulate.clock import EventLoop
 from ops.simulate.costs import CostModel
-from ops.simulate.kv_store import KvStore
+from ops.simulate.kv_store import KvMismatchError, KvStore
 
 SEND_TIMEOUT_S = 5.0
 
@@ -61,12 +61,13 @@ class KvReceiver:
     incarnation: Incarnation
     store: KvStore
     post: Callable[[Event], None]
-    expected: dict[TransferKey, tuple[int, ...]] = field(default_factory=dict)
+    expected: dict[TransferKey, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    """Block table, and the first position that may be written."""
     num_dropped: int = 0
 
-    def expect(self, key: TransferKey, table: tuple[int, ...]) -> None:
-        """Pieces of this key may be written into these blocks."""
-        self.expected[key] = table
+    def expect(self, key: TransferKey, table: tuple[int, ...], first_token: int) -> None:
+        """Pieces of this key may be written into these blocks, from this position on."""
+        self.expected[key] = (table, first_token)
 
     def forget(self, key: TransferKey) -> None:
         """Nothing more is written for this key."""
@@ -74,10 +75,13 @@ class KvReceiver:
 
     def arrive(self, piece: Piece, values: list[list[int]], damaged: bool) -> None:
         """Check and write a piece; one of a key that is not expected touches nothing."""
-        table = self.expected.get(piece.key)
-        if table is None:
+        expected = self.expected.get(piece.key)
+        if expected is None:
             self.num_dropped += 1
             return
+        table, first_token = expected
+        if piece.token_start < first_token:
+            raise KvMismatchError(f"{self.host}: a piece for position {piece.token_start}, below {first_token}")
         if damaged:
             self.post(PieceBad(piece.key, piece.number, "checksum"))
             return

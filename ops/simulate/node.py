@@ -128,7 +128,7 @@ class SimNode(Process):
             StopPieces: lambda action: self.kv_sender.stop(action.key),
             OpenKv: lambda action: self.kv_sender.open(action.peer, action.endpoint),
             CloseKv: lambda action: self.kv_sender.close(action.peer),
-            ExpectPieces: lambda action: self.kv_receiver.expect(action.key, action.block_table),
+            ExpectPieces: lambda action: self.kv_receiver.expect(action.key, action.block_table, action.first_token),
             ForgetPieces: lambda action: self.kv_receiver.forget(action.key),
             ExitProcess: lambda action: self.end(action.reason),
         }

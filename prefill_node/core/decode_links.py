@@ -92,7 +92,7 @@ class DecodeLinks:
         if isinstance(message, HelloRefused):
             self.links.on_hello_refused(endpoint, message, now)
             return
-        news.actions += self.links.on_heard(endpoint, sender, now)
+        news.actions += self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, OtherLife))
         link = self.links.peer(sender)
         if link is None or isinstance(message, OtherLife):
             return

@@ -189,7 +189,7 @@ class RouterCore:
         if isinstance(message, HelloRefused):
             self.links.on_hello_refused(endpoint, message, now)
             return []
-        hellos = self.links.on_heard(endpoint, sender, now)
+        hellos = self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, OtherLife))
         link = self.links.peer(sender)
         if link is None or isinstance(message, OtherLife):
             return [*hellos]

@@ -31,7 +31,7 @@ def main() -> int:
         name = names[number % len(names)]
         if not _run_one(seed, name, arguments, total):
             failures += 1
-            if not arguments.keep_going:
+            if failures > arguments.keep_going:
                 return 1
     elapsed = time.perf_counter() - started
     for what, count in sorted(total.items(), key=lambda item: -item[1]):
@@ -47,7 +47,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--profile", default="all", choices=[*PROFILES, "each"])
     parser.add_argument("--nodes", default="", help="numbers of workers, prefill and decode nodes, as W,P,D")
     parser.add_argument("--check-every", type=int, default=64, help="check cores after every n-th event of a process")
-    parser.add_argument("--keep-going", action="store_true", help="do not stop at a seed that fails")
+    parser.add_argument("--keep-going", type=int, default=0, help="stop only after this many more failures")
     parser.add_argument("--trace", action="store_true", help="print every event and action")
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args()

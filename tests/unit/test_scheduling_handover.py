@@ -6,6 +6,7 @@ from common.errors import InvariantError, ProtocolError
 from common.scheduling.events import ChunkComputed, Finished, Prefilled, Sampled, Started
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import SequenceSpec, Status
+from common.scheduling.step import StepResult
 from tests.support.scheduling import FakeNode, make_spec, next_token
 
 
@@ -344,3 +345,26 @@ def test_a_request_that_may_not_be_given_back_reserves_to_its_end():
     assert len(node.scheduler.block_table(seq_id)) == 7
     assert node.scheduler.reserve(make_spec(range(50, 56), max_new_tokens=20, times_preempted=3), 0.0) is None
     reserve(node, make_spec(range(50, 56), max_new_tokens=20))
+
+
+def test_a_replan_with_one_token_left_draws_it_here_though_all_is_cached(node):
+    """Nothing is handed over then: who would draw the last token?"""
+    first = prefill(node, 8, max_new_tokens=2)
+    token = node.of(first, Sampled)[0].token_id
+    node.scheduler.release(first)
+    seq_id = node.scheduler.add(make_spec(8, [token], mode="prefill", max_new_tokens=2), 0.0)
+    node.run()
+    assert node.of(seq_id, Started) == [Started(seq_id, 8)]
+    assert [event.index for event in node.of(seq_id, Sampled)] == [1]
+    assert node.of(seq_id, Finished) == [Finished(seq_id, "length")]
+    assert node.scheduler.is_quiescent()
+
+
+def test_a_failed_sequence_whose_blocks_are_still_read_is_in_order(node):
+    seq_id = node.scheduler.add(make_spec(6, mode="prefill"), 0.0)
+    plan = node.scheduler.schedule(0.0).plan
+    node.scheduler.pin(seq_id)
+    node.scheduler.apply(StepResult(plan.step_id, failed={seq_id: "not-a-number logits"}), 0.1)
+    node.scheduler.check_invariants()
+    node.scheduler.unpin(seq_id)
+    assert node.scheduler.is_quiescent()

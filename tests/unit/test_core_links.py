@@ -1,0 +1,91 @@
+"""The client's side of links: who lives at an address, and what a node says that has forgotten its client."""
+
+from common.config.protocol import Timers
+from common.ids import Incarnation
+from common.model_info import Compatibility, ModelInfo
+from common.protocol.messages import Hello, Status, Welcome
+from common.state.actions import BindPeer, SendHello
+from common.state.links import LinkState, LinkTable
+
+HERE = "tcp://node:1"
+OLD, NEW = Incarnation("1" * 32), Incarnation("2" * 32)
+WELCOME = Welcome(
+    name="n",
+    roles=("prefill",),
+    model=ModelInfo(name="m", vocab_size=8, max_model_len=8, max_position_embeddings=8),
+    compatibility=Compatibility(protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1),
+)
+
+
+def make_table() -> LinkTable:
+    return LinkTable(Hello(kind="worker", name="w"), Timers())
+
+
+def test_a_node_that_forgot_its_client_is_told_hello_again():
+    """Rule 12: no client: asks for Hello. The node has lost all it had for us, so it must know us first."""
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.1)
+    assert table.on_heard(HERE, OLD, 4.0) == []
+    assert table.on_heard(HERE, OLD, 4.0, unknown=True) == [SendHello(HERE, table.hello)]
+    assert table.on_heard(HERE, OLD, 4.01, unknown=True) == []  # each of our messages is answered so
+    assert table.on_heard(HERE, OLD, 4.6, unknown=True) == [SendHello(HERE, table.hello)]
+    assert table.take_lost() == []
+    table.check_invariants()
+
+
+def test_what_comes_late_from_an_earlier_life_changes_nothing():
+    """Rule 1, and invariant 7: a new incarnation ends the old one, never the other way round."""
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.1)
+    assert BindPeer(HERE, NEW) in table.on_welcome(HERE, NEW, WELCOME, 1.0)
+    assert table.take_lost() == [OLD]
+    assert table.on_heard(HERE, OLD, 1.1) == []
+    assert table.on_welcome(HERE, OLD, WELCOME, 1.2) == []
+    assert table.take_lost() == []
+    assert table.peer(NEW) is not None
+    assert table.peer(OLD) is None
+    table.check_invariants()
+
+
+def test_another_life_ends_the_one_before_at_once():
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.1)
+    assert SendHello(HERE, table.hello) in table.on_heard(HERE, NEW, 0.2)
+    assert table.take_lost() == [OLD]
+    assert table.links[HERE].state is LinkState.DEAD
+    table.check_invariants()
+
+
+def test_a_welcome_starts_the_count_of_token_messages_anew():
+    """A node that forgot us counts from one again; with the old number kept a lost last message would go unseen."""
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.1)
+    link = table.links[HERE]
+    link.link_seq = 37
+    table.on_welcome(HERE, OLD, WELCOME, 5.0)
+    assert link.link_seq == 0
+
+
+def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
+    timers, table = Timers(), make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.0)
+    link = table.links[HERE]
+    table.on_status(link, Status(status_no=1), 0.0)
+    now = 0.0
+    while now < timers.suspect_s + 0.2:
+        now += 0.1
+        table.tick(now)
+    assert link.state is LinkState.SUSPECT
+    now += 60.0  # this process slept: it judges nobody by that
+    table.tick(now)
+    assert link.up
+    while now < 62.0 + timers.dead_after_s + 0.2:
+        now += 0.1
+        table.tick(now)
+    assert table.take_lost() == [OLD]
+    table.check_invariants()

@@ -1,0 +1,60 @@
+"""A node's decisions that do not depend on its role."""
+
+from common.config.protocol import Timers
+from common.ids import Incarnation
+from common.kv.block_pool import BlockPool
+from common.model_info import Compatibility, ModelInfo
+from common.protocol.messages import PROTOCOL_VERSION, Beat, Envelope, Hello, OtherLife, Welcome
+from common.scheduling.scheduler import Scheduler
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.state.actions import ExitProcess, Send
+from common.state.events import DrainRequested, Received, Tick
+from common.state.node_core import NodeCore, NodeIdentity
+
+ME, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
+
+
+def make_core() -> NodeCore:
+    identity = NodeIdentity(
+        ME,
+        "n",
+        ModelInfo(name="m", vocab_size=8, max_model_len=8, max_position_embeddings=8),
+        Compatibility(
+            protocol_version=PROTOCOL_VERSION, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
+        ),
+    )
+    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), [])
+
+
+def said(actions, kind):
+    return [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+def test_time_before_its_first_tick_is_no_engine_stall():
+    """The machine's clock does not begin with the process."""
+    assert not [a for a in make_core().handle(Tick(), 1e6) if isinstance(a, ExitProcess)]
+
+
+def test_a_client_that_never_said_hello_is_told_so():
+    core = make_core()
+    core.handle(Tick(), 0.0)
+    answer = core.handle(Received(Envelope(WORKER, ME, Beat(beat_no=1, as_of=0))), 0.1)
+    assert said(answer, OtherLife)
+    assert said(core.handle(Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w"))), 0.2), Welcome)
+    assert not said(core.handle(Received(Envelope(WORKER, ME, Beat(beat_no=1, as_of=0))), 0.3), OtherLife)
+    core.check_invariants()
+
+
+def test_a_message_to_an_earlier_life_is_answered_with_who_lives_here():
+    core = make_core()
+    core.handle(Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w"))), 0.0)
+    late = Envelope(WORKER, Incarnation("3" * 32), Beat(beat_no=9, as_of=9))
+    assert said(core.handle(Received(late), 0.1), OtherLife)
+    assert core.clients.clients[WORKER].beat_no == 0
+
+
+def test_a_draining_node_with_nothing_left_ends():
+    core = make_core()
+    core.handle(Tick(), 0.0)
+    core.handle(DrainRequested(), 0.1)
+    assert [a.code for a in core.handle(Tick(), 0.2) if isinstance(a, ExitProcess)] == [0]
