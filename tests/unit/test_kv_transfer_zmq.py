@@ -122,7 +122,7 @@ def test_pieces_arrive_in_the_right_blocks(context: TransportContext, prefill: N
     assert [msgspec.structs.replace(piece, checksum=None) for piece in arrived] == pieces
     assert all((piece.checksum is not None) is checksum for piece in arrived)
     assert decode.cache.read(0, 4, (0, 7, 2), 2, 11) == sender.cache.read(0, 4, TABLE, 2, 11)
-    assert sender.posted.all() == [PieceSent(key, number) for number in range(3)]
+    wait_until(lambda: sender.posted.all() == [PieceSent(key, number) for number in range(3)])
     decode.cache.bytes[:, decode.cache.rows((0, 7, 2), 2, 11)] = 0
     assert not decode.cache.bytes.any()
     sender.close()
@@ -304,7 +304,9 @@ def test_a_window_bounds_bytes_too_and_a_larger_piece_goes_alone(context: Transp
     for number in range(3):
         sender.mover.send(piece_of(sender.cache, key, number, layers=(0, 4), tokens=(2, 11)), TABLE)
     take_one(receiver.receive)
-    assert len(sender.posted.all()) == 1  # it waits for a credit that never comes
+    sender.mover.stop(key_between(sender.me, them, 2))  # told after all three had their chance
+    wait_until(lambda: sender.posted.of(PiecesStopped))
+    assert len(sender.posted.of(PieceSent)) == 1  # the next waits for a credit that never comes
     receiver.close()
     wait_until(lambda: sender.posted.of(KvSendFailed))
     sender.close()
