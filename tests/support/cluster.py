@@ -150,7 +150,7 @@ class Cluster:
         )
         self.app = create_app(deps)
         # falcon's own test client says that the client left as soon as the body is read, or polls without a pause.
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")  # type: ignore[arg-type]
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test")
         await self.service.start()
         await eventually(lambda: self.service.not_ready_reason(MODEL) is None, "the cluster is ready")
 
