@@ -1,0 +1,170 @@
+"""Measures the check of a large token request against a bare typed decode: `python -m ops.bench.validate`.
+
+Two figures matter: the time relative to msgspec's typed decode of the same body (at most 1.6), and the longest time
+that the event loop was held while the body was read and checked (at most 5 ms). Runs no server and no model.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from common.ids import new_request_id
+from common.model_info import ModelInfo
+from router.http.asgi import Message
+from router.http.checks import check_infer
+from router.http.document import read_document
+from router.http.exchange import Exchange
+
+CHUNK_BYTES = 65_536
+"""About what an HTTP server hands over at a time."""
+_VOCAB_SIZE = 128_000
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    data: list[int]
+
+
+class _Body(msgspec.Struct):
+    inputs: list[_Input]
+    outputs: list[dict[str, str]]
+    id: str = ""
+    parameters: dict[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One body's result; times in milliseconds, medians over the rounds."""
+
+    bare_ms: float
+    checked_ms: float
+    longest_block_ms: float
+    """By the wall clock: median over the rounds of each round's longest."""
+    longest_block_cpu_ms: float
+    """By the loop thread's own CPU time, so without what other programs took: the worst of all rounds."""
+
+    @property
+    def ratio(self) -> float:
+        """Checked over bare."""
+        return self.checked_ms / self.bare_ms
+
+
+def make_body(num_ids: int, separator: str) -> bytes:
+    """A valid request with `num_ids` ids, `separator` after each comma's place in the text."""
+    rng = random.Random(num_ids)
+    ids = [rng.randrange(_VOCAB_SIZE) for _ in range(num_ids)]
+    tensor = {"name": "input0", "shape": [1, num_ids], "datatype": "UINT32", "data": ids}
+    body = {"id": "42", "inputs": [tensor], "outputs": [{"name": "output0"}], "parameters": {"temperature": 0.5}}
+    return json.dumps(body, separators=(separator, ":")).encode()
+
+
+async def check_once(body: bytes, num_ids: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Read and check `body` as the router does, and return the number of ids."""
+    chunks = _chunks(body, chunk_bytes)
+
+    async def receive() -> Message:
+        chunk, more = next(chunks)
+        return {"type": "http.request", "body": chunk, "more_body": more}
+
+    model = ModelInfo(
+        name="m", vocab_size=_VOCAB_SIZE, max_model_len=num_ids + 64, max_position_embeddings=num_ids + 64
+    )
+    exchange = Exchange({"headers": [(b"content-length", b"%d" % len(body))]}, receive, new_request_id(), 0.0)
+    document = await read_document(exchange, len(body), model.vocab_size)
+    checked = check_infer(
+        document, model, max_input_length=num_ids, max_iter_times=16, request_id=exchange.request_id, seed=1
+    )
+    return len(checked.request.prompt_token_ids)
+
+
+def measure(body: bytes, num_ids: int, rounds: int) -> Figures:
+    """Alternate bare decodes and checks, `rounds` of each."""
+    decoder = msgspec.json.Decoder(_Body)
+    bare: list[float] = []
+    checked: list[float] = []
+    blocks: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        gc.collect()
+        bare.append(_time_ms(lambda: decoder.decode(body)))
+        gc.collect()
+        checked.append(_time_ms(lambda: asyncio.run(check_once(body, num_ids))))
+        gc.collect()
+        blocks.append(asyncio.run(_longest_block_ms(body, num_ids)))
+    longest = statistics.median(wall for wall, _ in blocks)
+    return Figures(statistics.median(bare), statistics.median(checked), longest, max(cpu for _, cpu in blocks))
+
+
+async def _longest_block_ms(body: bytes, num_ids: int) -> tuple[float, float]:
+    """How long another task that is always ready had to wait at most: wall time, CPU time."""
+    longest = longest_cpu = 0.0
+    running = True
+
+    async def beat() -> None:
+        nonlocal longest, longest_cpu
+        last, last_cpu = time.perf_counter(), time.thread_time()
+        while running:
+            await asyncio.sleep(0)
+            now, now_cpu = time.perf_counter(), time.thread_time()
+            longest, longest_cpu = max(longest, now - last), max(longest_cpu, now_cpu - last_cpu)
+            last, last_cpu = now, now_cpu
+
+    task = asyncio.get_running_loop().create_task(beat())
+    await asyncio.sleep(0)
+    await check_once(body, num_ids)
+    running = False
+    await task
+    return longest * 1e3, longest_cpu * 1e3
+
+
+def _time_ms(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _chunks(body: bytes, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
+    for start in range(0, len(body), chunk_bytes):
+        yield body[start : start + chunk_bytes], start + chunk_bytes < len(body)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print one line per form of body."""
+    parser = argparse.ArgumentParser(prog="python -m ops.bench.validate", description=__doc__)
+    parser.add_argument("--ids", type=int, default=1_000_000, help="ids in the prompt (default: a million)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args(arguments)
+    results: dict[str, dict[str, float]] = {}
+    for name, separator in (("compact", ","), ("spaced", ", "), ("one a line", ",\n          ")):
+        body = make_body(options.ids, separator)
+        figures = measure(body, options.ids, options.rounds)
+        results[name] = {
+            "body_bytes": len(body),
+            "bare_ms": round(figures.bare_ms, 2),
+            "checked_ms": round(figures.checked_ms, 2),
+            "ratio": round(figures.ratio, 3),
+            "longest_block_ms": round(figures.longest_block_ms, 2),
+            "longest_block_cpu_ms": round(figures.longest_block_cpu_ms, 2),
+        }
+    if options.json:
+        sys.stdout.write(json.dumps(results) + "\n")
+        return 0
+    for name, result in results.items():
+        text = "  ".join(f"{key} {value:,}" for key, value in result.items())
+        sys.stdout.write(f"{name:<11} {text}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

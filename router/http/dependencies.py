@@ -1,0 +1,43 @@
+"""Everything that the HTTP layer is given. Plain data; nothing here is created or opened."""
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from common.clock import Clock, MonotonicClock
+from common.config.schema import RouterConfig
+from common.ids import RequestId, new_request_id
+from router.api import TokenService
+from router.http.metrics import RouterMetrics
+
+
+def new_seed() -> int:
+    """A seed for a request that has none: 1 to 2**64 - 1."""
+    return int.from_bytes(os.urandom(8), "little") or 1
+
+
+async def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppDependencies:
+    """What `create_app` needs. Tests pass other parts for any of them."""
+
+    service: TokenService
+    settings: RouterConfig
+    metrics: RouterMetrics
+    access_log: logging.Logger
+    """One record per request."""
+    logger: logging.Logger
+    """Faults on our side, with their tracebacks."""
+    clock: Clock = field(default_factory=MonotonicClock)
+    new_request_id: Callable[[], RequestId] = new_request_id
+    new_seed: Callable[[], int] = new_seed
+    server_name: str = "kvferry"
+    version: str = ""
+    on_startup: Callable[[], Awaitable[None]] = _nothing
+    """Awaited on the worker's own event loop before the first request; what it raises stops the worker."""
+    on_shutdown: Callable[[], Awaitable[None]] = _nothing
+    """Awaited on the same loop after the last request."""

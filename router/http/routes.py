@@ -1,0 +1,43 @@
+"""The route table: which path is served by which resource. One line a path; whatever is not here is 404."""
+
+import re
+
+import falcon.asgi
+from falcon import HTTPNotFound
+from falcon.asgi import Request, Response
+
+from router.http.dependencies import AppDependencies
+from router.http.resources.health import LiveResource, ReadyResource
+from router.http.resources.infer import InferResource, InferStreamResource
+from router.http.resources.metrics import MetricsResource
+from router.http.resources.models import ModelConfigResource, ModelResource, ServerResource
+
+_VERSIONS = re.compile(r"/v2/models/[^/]+/versions(/|$)")
+
+
+def routes(deps: AppDependencies) -> tuple[tuple[str, object], ...]:
+    """Path template and resource of everything that is served."""
+    ready = ReadyResource(deps)
+    return (
+        ("/v2/models/{model}/infer", InferResource(deps)),
+        ("/v2/models/{model}/infer_stream", InferStreamResource(deps)),
+        ("/v2", ServerResource(deps)),
+        ("/v2/models/{model}", ModelResource(deps)),
+        ("/v2/models/{model}/config", ModelConfigResource(deps)),
+        ("/v2/models/{model}/ready", ready),
+        ("/v2/health/live", LiveResource()),
+        ("/v2/health/ready", ready),
+        ("/health", ready),
+        ("/metrics", MetricsResource(deps)),
+    )
+
+
+def add_routes(app: falcon.asgi.App[Request, Response], deps: AppDependencies) -> None:
+    """Put the table into `app`."""
+    for template, resource in routes(deps):
+        app.add_route(template, resource)
+    app.add_sink(_versions_are_not_supported, _VERSIONS)
+
+
+async def _versions_are_not_supported(req: Request, resp: Response | None, **params: str) -> None:
+    raise HTTPNotFound(description="model versions are not supported; leave /versions/... out of the path")

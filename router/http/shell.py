@@ -1,0 +1,137 @@
+"""The thin ASGI shell around falcon's app: lifespan, the client's leaving, the access log, the last line of defence.
+
+Falcon notices a client that left only while it streams, and reads from the body before it looks at the path. So the
+shell hands it a request without a body; `Exchange` owns the real incoming side. Decides nothing about requests.
+"""
+
+import asyncio
+
+import falcon.asgi
+from falcon import COMBINED_METHODS
+from falcon.asgi import Request, Response
+
+from router.http.access_log import log_exchange
+from router.http.asgi import Message, Receive, Scope, Send
+from router.http.dependencies import AppDependencies
+from router.http.errors import problem_of
+from router.http.exchange import SCOPE_KEY, Exchange
+
+_KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
+_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
+LINGER_S = 2.0
+"""How long a connection that is refused in the middle of its body is read on, so that the client reads the answer."""
+
+
+class AsgiShell:
+    """An ASGI application."""
+
+    def __init__(self, app: falcon.asgi.App[Request, Response], deps: AppDependencies) -> None:
+        self._app = app
+        self._deps = deps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One connection's scope: `http` or `lifespan`; a `websocket` is turned away."""
+        if scope["type"] == "http":
+            await self._http(scope, receive, send)
+        elif scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+        else:
+            raise ValueError(f"ASGI scope {scope['type']!r} is not served")
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deps = self._deps
+        exchange = Exchange(scope, receive, deps.new_request_id(), deps.clock.now())
+        answer = _Answer(exchange, send, deps.settings.max_body_bytes)
+        inner: Scope = {**scope, SCOPE_KEY: exchange}
+        if exchange.method not in _KNOWN_METHODS:
+            inner["method"] = "TRACE"  # Served nowhere: falcon answers 404 or 405, as for any other wrong method.
+        try:
+            await self._app(dict(inner), _receive_no_body, answer.send)
+        except Exception as error:
+            deps.logger.error("the HTTP layer failed", exc_info=error, extra={"request_id": exchange.request_id})
+            await answer.fail(error)
+        finally:
+            await exchange.close()
+            self._account(exchange)
+
+    def _account(self, exchange: Exchange) -> None:
+        if exchange.model:
+            success = exchange.outcome in ("stop", "length") and exchange.finished
+            self._deps.metrics.ended(exchange.model, success=success)
+        log_exchange(self._deps.access_log, exchange, (self._deps.clock.now() - exchange.started_s) * 1e3)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            phase = str((await receive())["type"]).removeprefix("lifespan.")
+            if phase not in ("startup", "shutdown"):
+                continue  # an event of a later ASGI version
+            step = self._deps.on_startup if phase == "startup" else self._deps.on_shutdown
+            try:
+                await step()
+            except Exception as error:
+                self._deps.logger.error("%s failed", phase, exc_info=error)
+                await send({"type": f"lifespan.{phase}.failed", "message": str(error)})
+                return
+            await send({"type": f"lifespan.{phase}.complete"})
+            if phase == "shutdown":
+                return
+
+
+class _Answer:
+    """The outgoing side of one exchange."""
+
+    def __init__(self, exchange: Exchange, send: Send, max_drained_bytes: int) -> None:
+        self._exchange = exchange
+        self._send = send
+        self._max_drained_bytes = max_drained_bytes
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on to the server, unless nobody is there to read it."""
+        exchange = self._exchange
+        if exchange.gone:
+            return
+        if message["type"] == "http.response.start":
+            headers = [*_headers(message), (b"x-request-id", exchange.request_id.encode())]
+            message = {**message, "headers": headers}
+        elif exchange.status == 413 and not message.get("more_body", False):
+            # Closing with unread bytes resets the connection, and the client may lose the answer it should read.
+            await self._send({**message, "more_body": True})
+            await self._drain()
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        exchange.note_sent(message)
+        await self._send(message)
+
+    async def fail(self, error: Exception) -> None:
+        """Answer with `error` if no head was sent. Otherwise the server closes the connection: the answer is cut."""
+        if self._exchange.status:
+            return
+        problem = problem_of(error)
+        body = problem.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": problem.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def _drain(self) -> None:
+        exchange = self._exchange
+        if exchange.expects_continue or exchange.body_ended:
+            return
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(LINGER_S):
+                while num_bytes <= self._max_drained_bytes and (chunk := await exchange.read_chunk()) is not None:
+                    num_bytes += len(chunk)
+        except TimeoutError:
+            pass
+
+
+async def _receive_no_body() -> Message:
+    return dict(_NO_BODY)
+
+
+def _headers(message: Message) -> list[tuple[bytes, bytes]]:
+    headers = message.get("headers", ())
+    if not isinstance(headers, list | tuple):
+        raise TypeError("ASGI headers are a list of pairs")
+    return list(headers)

@@ -1,0 +1,82 @@
+"""Server-sent events of a token stream: their bytes, and the body that falcon sends after the head.
+
+One event per TokensEvent, one for the end. After the head an error can only be an event; it is never raw text.
+"""
+
+import logging
+from collections.abc import Mapping
+
+import orjson
+
+from router.api import EndEvent, StreamEvent, TokensEvent
+from router.http.errors import Problem, error_of_end, is_our_fault, problem_of
+from router.http.generation import Generation
+
+
+def tokens_event(client_id: str, event: TokensEvent) -> bytes:
+    """New tokens."""
+    return _event({"id": client_id, "index": event.index, "token_ids": event.token_ids})
+
+
+def end_event(client_id: str, num_tokens: int, end: EndEvent) -> bytes:
+    """The last event: no new tokens, but how it ended, what it used and which nodes served it."""
+    error = error_of_end(end)
+    fields: dict[str, object] = {"id": client_id}
+    if error is None:
+        fields |= {"index": num_tokens, "token_ids": ()}
+    else:
+        problem = problem_of(error)
+        fields |= {"error": problem.message, "error_type": problem.error_type}
+    usage = {
+        "prompt_tokens": end.usage.prompt_tokens,
+        "completion_tokens": end.usage.completion_tokens,
+        "cached_tokens": end.usage.cached_tokens,
+    }
+    nodes = {"prefill": end.prefill_node, "decode": end.decode_node}
+    return _event(fields | {"finish_reason": end.outcome, "usage": usage, "nodes": nodes})
+
+
+def error_event(client_id: str, problem: Problem) -> bytes:
+    """The last event of a stream that broke on the router's own side."""
+    fields = {"error": problem.message, "error_type": problem.error_type, "finish_reason": "error"}
+    return _event({"id": client_id} | fields)
+
+
+class EventStream:
+    """An asynchronous iterator of event bytes. Falcon calls `close` when the answer is over, however it ends."""
+
+    def __init__(self, client_id: str, first: StreamEvent, generation: Generation, logger: logging.Logger) -> None:
+        self._client_id = client_id
+        self._pending: StreamEvent | None = first
+        self._generation = generation
+        self._logger = logger
+        self._ended = False
+
+    def __aiter__(self) -> "EventStream":
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next event's bytes. Raises StopAsyncIteration after the last."""
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            event = self._pending or await self._generation.next_event()
+        except Exception as error:
+            self._ended = True
+            problem = problem_of(error)
+            if is_our_fault(problem):
+                self._logger.error("a token stream broke", exc_info=error)
+            return error_event(self._client_id, problem)
+        self._pending = None
+        if isinstance(event, TokensEvent):
+            return tokens_event(self._client_id, event)
+        self._ended = True
+        return end_event(self._client_id, self._generation.num_tokens, event)
+
+    async def close(self) -> None:
+        """Let go of the generation; one that has not ended is cancelled."""
+        self._generation.close()
+
+
+def _event(fields: Mapping[str, object]) -> bytes:
+    return b"data: " + orjson.dumps(fields) + b"\n\n"
