@@ -18,30 +18,43 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.setup-done
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# What runs, and what checks and tests it as well: a demo need not wait for the second.
+RUN := $(VENV)/.run-installed
+DEV := $(VENV)/.dev-installed
+# Compiling all of torch takes longer than a demo; what is imported is compiled when it is first imported, and kept.
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS)
+IMPORTED := torch, gguf, tokenizers, falcon.asgi, gunicorn.app.wsgiapp, uvicorn_worker, uvloop, prometheus_client, \
+	httpx, jinja2
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo serve check test clean
+.PHONY: setup model demo serve check test clean
 
-setup: $(STAMP)
+setup: $(DEV) model
+
+model: $(RUN)
 	@$(BIN)/python -m ops.model_store >/dev/null
 
-$(STAMP): pyproject.toml Makefile
+$(RUN): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; name one with PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first and alone: with a looser range pip may bring gigabytes of CUDA libraries.
-	$(PIP) install $(PIP_ARGS) "$(TORCH)" "setuptools>=77"
+	$(PIP_INSTALL) "$(TORCH)" "setuptools>=77"
 	@# Without build isolation: an isolated build would ask the index again for what is here.
-	$(PIP) install $(PIP_ARGS) --no-build-isolation --editable ".[dev]"
+	$(PIP_INSTALL) --no-build-isolation --editable .
+	@$(BIN)/python -c "import $(IMPORTED)"
 	@touch $@
 
-demo: setup
+$(DEV): $(RUN)
+	$(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+demo: model
 	@$(BIN)/python -m ops.cli.main demo
 
-serve: setup
+serve: model
 	@$(BIN)/python -m ops.cli.main serve $(ARGS)
 
-check: $(STAMP)
+check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
