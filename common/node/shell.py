@@ -15,10 +15,10 @@ from common.errors import InvariantError, ProtocolError
 from common.ids import Incarnation
 from common.kv_transfer.interface import KvMover
 from common.node.engine_thread import EngineThread
+from common.node.journal import Journal
 from common.node.poll_watcher import PollWatcher
 from common.protocol.messages import Envelope, Message
 from common.protocol.wire import decode, encode
-from common.scheduling.step import StepPlan
 from common.state.actions import (
     Action,
     BindPeer,
@@ -75,6 +75,7 @@ class NodeShell:
     def __init__(self, parts: NodeParts) -> None:
         self._parts = parts
         self._log = parts.log
+        self._journal = Journal(parts.log)
         self._wakeup = Wakeup()
         self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()
@@ -199,6 +200,8 @@ class NodeShell:
                 self._take(item)
 
     def _take(self, event: Event) -> None:
+        if isinstance(event, Received):
+            self._journal.received(event.envelope.sender, event.envelope.message)
         for action in self.core.handle(event, self._parts.clock.now()):
             self._perform(action)
 
@@ -207,7 +210,7 @@ class NodeShell:
             case Send(peer, message):
                 self._send(peer, message)
             case RunStep(plan):
-                self._run_step(plan)
+                self._engine.submit(plan)
             case SendPiece(_, piece, block_table):
                 self._kv.send(piece, block_table)
             case StopPieces(key):
@@ -235,10 +238,8 @@ class NodeShell:
             case ExitProcess():
                 self._exit = self._exit or action
 
-    def _run_step(self, plan: StepPlan) -> None:
-        self._engine.submit(plan)
-
     def _send(self, peer: Incarnation, message: Message) -> None:
+        self._journal.sent(peer, message)
         if self._links.reaches(peer):
             self._links.send(peer, message)
             return
