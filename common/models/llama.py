@@ -170,6 +170,11 @@ class _Loader:
 
     def _linear(self, outputs: dict[str, int], inputs: int, has_bias: bool) -> Linear:
         """One packed linear out of projections that share their input, laid one below the other."""
-        weight = torch.cat([self.tensor(f"{name}.weight", rows, inputs) for name, rows in outputs.items()])
-        bias = torch.cat([self.tensor(f"{name}.bias", rows) for name, rows in outputs.items()]) if has_bias else None
-        return self._device.ops.pack_linear(weight, bias)
+        weights = [self.tensor(f"{name}.weight", rows, inputs) for name, rows in outputs.items()]
+        biases = [self.tensor(f"{name}.bias", rows) for name, rows in outputs.items()] if has_bias else []
+        return self._device.ops.pack_linear(_stacked(weights), _stacked(biases) if biases else None)
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """Along the first axis, without a copy where there is one part only."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,4 +1,4 @@
-"""A plain stand-in for a scheduler: drives a ModelRunner with chunks and ragged batches, blocks handed out at random."""
+"""A plain stand-in for a scheduler: drives a ModelRunner with chunks and ragged batches on blocks in random order."""
 
 import random
 from array import array
@@ -109,3 +109,21 @@ class EngineDriver:
         """All of them together, each in chunks of at most `chunk`, until each has its output tokens."""
         while work := [(s, chunk) for s in sequences if len(s.output) < new_tokens and s.failed is None]:
             self.step(work)
+
+    def serve(self, sequences: list[Sequence], new_tokens: int, budget: int, in_flight: int) -> None:
+        """Like a scheduler: at most `in_flight` at once, decodes first, the rest of the budget for prompts in order."""
+        waiting, running = list(sequences), list[Sequence]()
+        while waiting or running:
+            while waiting and len(running) < in_flight:
+                running.append(waiting.pop(0))
+            left = budget
+            work = []
+            for sequence in sorted(running, key=lambda s: len(s.ids) - s.computed):
+                share = min(left, len(sequence.ids) - sequence.computed)
+                if share:
+                    work.append((sequence, share))
+                    left -= share
+            self.step(work)
+            for sequence in [s for s in running if len(s.output) >= new_tokens]:
+                running.remove(sequence)
+                self.finish(sequence)

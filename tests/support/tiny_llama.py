@@ -1,11 +1,12 @@
 """Small random Llama checkpoints on disk, and reference tokens from transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-BASE: dict[str, object] = {
+BASE: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -22,11 +23,11 @@ BASE: dict[str, object] = {
 }
 
 
-def make_checkpoint(directory: Path, max_shard_size: str = "1GB", **changes: object) -> LlamaForCausalLM:
+def make_checkpoint(directory: Path, max_shard_size: str = "1GB", **changes: Any) -> LlamaForCausalLM:
     """Save a random model (seeded) as a HuggingFace directory; returns it, in float32, as the reference."""
     torch.manual_seed(20)
     config = LlamaConfig(**{**BASE, **changes})
-    model = LlamaForCausalLM(config).float().eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         # Biases and norms start as zeros and ones, which would hide that they are used.
         for name, parameter in model.named_parameters():

@@ -1,8 +1,11 @@
 """Greedy tokens of small random Llama checkpoints equal those of transformers, for every variation of the family."""
 
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pytest
+import torch
 
 from common.device.cpu import CpuDevice
 from common.models.load import load_model
@@ -19,7 +22,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-VARIATIONS: dict[str, dict[str, object]] = {
+VARIATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "one_kv_head": {"num_key_value_heads": 1},
     "no_groups": {"num_key_value_heads": 6},
@@ -64,8 +67,6 @@ def test_shards_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
 
 def test_settings_before_transformers_5_are_read_alike(tmp_path: Path) -> None:
     """`rope_scaling` with `rope_theta` beside it, and `torch_dtype`, say the same as the newer names."""
-    import orjson
-
     reference = make_checkpoint(tmp_path, rope_parameters=LLAMA3)
     path = tmp_path / "config.json"
     config = orjson.loads(path.read_bytes())
@@ -83,8 +84,6 @@ def test_settings_before_transformers_5_are_read_alike(tmp_path: Path) -> None:
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     """The first token of the 16-bit run is among the best of the 32-bit reference."""
-    import torch
-
     reference = make_checkpoint(tmp_path, initializer_range=0.1)
     driver = EngineDriver(load_model(tmp_path, device=CpuDevice(), dtype="bfloat16", progress=False))
     prompts = [random_prompt(seed, 30) for seed in range(5)]
