@@ -33,6 +33,9 @@ def open_cuda(index: int = 0) -> Device:
         reason = f"only {probe.count} visible ({probe.detail})" if probe.count else probe.detail
         raise DeviceUnavailableError(f"device cuda:{index} is not available: {reason}")
     device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+    except RuntimeError as error:
+        raise DeviceUnavailableError(f"device cuda:{index} cannot be opened: {error}") from error
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return Accelerator(device, TorchOps(), torch.cuda, _RULES, stream)

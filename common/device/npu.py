@@ -46,6 +46,14 @@ def open_npu(index: int = 0) -> Device:
     if index >= probe.count:
         reason = f"only {probe.count} visible ({probe.detail})" if probe.count else probe.detail
         raise DeviceUnavailableError(f"device npu:{index} is not available: {reason}")
+    try:
+        return _open(index)
+    except RuntimeError as error:
+        # The first work on a device: a broken driver, or another process that has it to itself, shows here.
+        raise DeviceUnavailableError(f"device npu:{index} cannot be opened: {_first_line(error)}") from error
+
+
+def _open(index: int) -> Device:
     torch_npu = _import_torch_npu()
     device = torch.device("npu", index)
     torch_npu.npu.set_device(device)

@@ -1,11 +1,16 @@
 """From the configuration's device name to a device. Imports a backend only when it is asked for.
 
-Order of `auto`: npu, cuda, cpu. The CPU is always there, so `auto` does not raise.
+Order of `auto`: npu, cuda, cpu. One that is there but cannot be opened is passed over with a warning; the CPU is always
+there, so `auto` does not raise.
 """
 
+import logging
 from typing import Literal
 
 from common.device.base import Device, DeviceProbe
+from common.errors import DeviceUnavailableError
+
+_LOG = logging.getLogger("kvferry.device")
 
 DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 
@@ -18,10 +23,8 @@ def probe_devices() -> tuple[DeviceProbe, ...]:
 def select_device(name: DeviceName, threads: int, index: int = 0) -> Device:
     """Open a device, binding the calling thread to it. `threads`: for work on the CPU; `index`: which accelerator.
 
-    Raises DeviceUnavailableError, saying what is missing, when a device was named and is not there.
+    Raises DeviceUnavailableError, saying what is missing, when a device was named and cannot be used.
     """
-    if name == "auto":
-        name = _best()
     if name == "npu":
         from common.device.npu import open_npu
 
@@ -30,15 +33,23 @@ def select_device(name: DeviceName, threads: int, index: int = 0) -> Device:
         from common.device.cuda import open_cuda
 
         return open_cuda(index)
+    if name == "auto":
+        return _best(threads, index)
     from common.device.cpu import CpuDevice
 
     return CpuDevice(threads)
 
 
-def _best() -> DeviceName:
-    if _probe_npu().available:
-        return "npu"
-    return "cuda" if _probe_cuda().available else "cpu"
+def _best(threads: int, index: int) -> Device:
+    names: tuple[DeviceName, DeviceName] = ("npu", "cuda")
+    for name, probe in zip(names, (_probe_npu, _probe_cuda), strict=True):
+        if not probe().available:
+            continue
+        try:
+            return select_device(name, threads, index)
+        except DeviceUnavailableError as error:
+            _LOG.warning("%s; the next best device is taken", error)
+    return select_device("cpu", threads)
 
 
 def _probe_npu() -> DeviceProbe:

@@ -23,22 +23,22 @@ OTHERS = ("numpy", "pyyaml", "msgspec", "orjson", "psutil", "pytest", "pytest-as
 _ROOT = Path(__file__).resolve().parents[2]
 _VENV = _ROOT / ".venv-npu"
 _STUB = _VENV / "cann-stub"
-_STAMP = _VENV / "kvferry-stamp"
+_STAMP = ".kvferry-made-from"
 
 
 def prepare() -> Path:
     """The environment's Python, made ready; quick when nothing has changed."""
     python = _VENV / "bin" / "python"
-    wanted = _fingerprint()
-    if python.exists() and _STAMP.exists() and _STAMP.read_text() == wanted:
-        return python
-    _run(sys.executable, "-m", "venv", str(_VENV))
-    pip = (str(python), "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_ARGS", "")))
-    _run(*pip, TORCH)
-    _run(*pip, "--no-deps", TORCH_NPU)
-    _run(*pip, *OTHERS)
-    build(_site_packages(python), _STUB)
-    _STAMP.write_text(wanted)
+    if not _is_current(_VENV, _packages()):
+        _run(sys.executable, "-m", "venv", str(_VENV))
+        pip = (str(python), "-m", "pip", "install", "--quiet", *shlex.split(os.environ.get("PIP_ARGS", "")))
+        _run(*pip, TORCH)
+        _run(*pip, "--no-deps", TORCH_NPU)
+        _run(*pip, *OTHERS)
+        _mark_current(_VENV, _packages())
+    if not _is_current(_STUB, _packages() + _sources()):
+        build(_site_packages(python), _STUB)
+        _mark_current(_STUB, _packages() + _sources())
     return python
 
 
@@ -55,10 +55,23 @@ def run_tests(python: Path, arguments: list[str]) -> int:
     return subprocess.run(command, cwd=_ROOT, env=environment, check=False).returncode
 
 
-def _fingerprint() -> str:
+def _packages() -> str:
+    return "\n".join((TORCH, TORCH_NPU, *OTHERS, sys.version))
+
+
+def _sources() -> str:
+    """What the stand-ins are made from, as a digest."""
     builder = Path(__file__).with_name("build_stub.py")
-    digest = hashlib.sha256(HOST_ACL.read_bytes() + builder.read_bytes()).hexdigest()
-    return "\n".join((TORCH, TORCH_NPU, *OTHERS, sys.version, digest))
+    return hashlib.sha256(HOST_ACL.read_bytes() + builder.read_bytes()).hexdigest()
+
+
+def _is_current(folder: Path, wanted: str) -> bool:
+    stamp = folder / _STAMP
+    return stamp.exists() and stamp.read_text() == wanted
+
+
+def _mark_current(folder: Path, made: str) -> None:
+    (folder / _STAMP).write_text(made)
 
 
 def _site_packages(python: Path) -> Path:

@@ -72,6 +72,15 @@ def test_auto_takes_the_npu_where_there_is_one():
     assert in_a_process(OPEN.format(name="auto", index=1)) == "npu:1"
 
 
+def test_auto_passes_over_an_npu_that_cannot_be_opened():
+    assert in_a_process(OPEN.format(name="auto", index=0), HOST_ACL_REFUSE_SET="1") == "cpu"
+
+
+def test_a_named_npu_that_cannot_be_opened_is_refused():
+    result = in_a_process(OPEN.format(name="npu", index=0), HOST_ACL_REFUSE_SET="1")
+    assert result.startswith("device npu:0 cannot be opened: ")
+
+
 def test_an_npu_beyond_the_last_is_refused():
     result = in_a_process(OPEN.format(name="npu", index=7))
     assert result == "device npu:7 is not available: only 2 visible (Ascend910B1)"

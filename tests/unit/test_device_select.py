@@ -53,7 +53,9 @@ def test_a_named_cpu_is_the_cpu():
     assert select_device("cpu", threads=1).torch_device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("module", ["common.device.select", "common.device.npu", "common.device.base"])
+@pytest.mark.parametrize(
+    "module", ["common.device.select", "common.models.load", "common.node.process", "ops.cli.main"]
+)
 def test_autoload_is_off_before_torch_is_imported(module):
     """With torch-npu installed and no CANN, `import torch` would fail otherwise."""
     code = f"""

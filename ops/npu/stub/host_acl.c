@@ -5,7 +5,8 @@
  * copy to the host happens only when its stream, or an event recorded after it, is waited for. A test that reads too
  * early then reads old data, as it may on a real device.
  *
- * HOST_ACL_DEVICES: number of devices (default 2). The current device is per thread, as in the real runtime.
+ * HOST_ACL_DEVICES: number of devices (default 2). HOST_ACL_REFUSE_SET: they are seen, but cannot be opened.
+ * The current device is per thread, as in the real runtime.
  * The signatures are those that the torch_npu wheel was linked against; see build_stub.py.
  */
 #include <pthread.h>
@@ -41,7 +42,7 @@ acl_error aclrtGetDeviceCount(uint32_t *count) {
 }
 
 acl_error aclrtSetDevice(int32_t device) {
-    if (device < 0 || device >= device_count()) return BAD_DEVICE;
+    if (device < 0 || device >= device_count() || getenv("HOST_ACL_REFUSE_SET")) return BAD_DEVICE;
     current_device = device;
     return ACL_OK;
 }
