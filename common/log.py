@@ -17,7 +17,14 @@ from common.config.schema import LogConfig
 ACCESS_LOGGER = "kvferry.access"
 """One record per HTTP request; silent when log.access_log is false."""
 
-_PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "request_id", "taskName"}
+_PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "request_id",
+    "taskName",
+    "color_message",  # uvicorn's own second text
+}
+_PROBED = ("/v2/health/", "/health", "/metrics")
 _IN_ACCESS_MESSAGE = ("method", "path", "status")
 _SHORT_ID_CHARS = 8
 
@@ -97,10 +104,19 @@ def setup_logging(config: LogConfig, process: str, stream: TextIO | None = None)
         handler.close()
     root.addHandler(make_handler(config, process, stream))
     root.setLevel(config.level.upper())
-    logging.getLogger(ACCESS_LOGGER).disabled = not config.access_log
+    access = logging.getLogger(ACCESS_LOGGER)
+    access.disabled = not config.access_log
+    access.removeFilter(_is_no_probe)
+    if config.level != "debug":
+        access.addFilter(_is_no_probe)
     # These tell of every request and connection at info.
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
+
+
+def _is_no_probe(record: logging.LogRecord) -> bool:
+    """Whether an access record is of a request, not of something that asks every second whether all is well."""
+    return not str(getattr(record, "path", "")).startswith(_PROBED)
 
 
 def _timestamp(record: logging.LogRecord) -> str:

@@ -129,7 +129,7 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     format: Literal["human", "json"] = "human"
     """Lines to read, or one JSON object a line."""
     access_log: bool = True
-    """One line per HTTP request."""
+    """One line per HTTP request; health checks and scrapes of metrics only at level debug."""
 
 
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

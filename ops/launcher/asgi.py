@@ -1,5 +1,6 @@
 """What gunicorn's workers load: the router of this worker, made after the fork."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -18,4 +19,8 @@ def create_app() -> object:
         raise ConfigError(f"{CONFIG_ENV} is not set: it names the cluster's configuration file")
     config = load_config(Path(path))
     setup_logging(config.log, f"router-{os.getpid()}")
+    if config.log.level != "debug":
+        # In a worker these tell of its life only, which the arbiter does too, and of a socket that is closed twice.
+        for name in ("uvicorn.error", "gunicorn.error"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     return create_router_app(config)

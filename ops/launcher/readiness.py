@@ -17,12 +17,15 @@ async def wait_until_answered(url: str, path: str, workers: int) -> None:
     """
     rounds = 0
     while rounds < _ROUNDS:
-        asks = (status_of(url, path) for _ in range(_ASKS_PER_WORKER * workers))
-        if all(status == 200 for status in await asyncio.gather(*asks)):
+        if await status_of(url, path) == 200 and await _all_answer(url, path, _ASKS_PER_WORKER * workers):
             rounds += 1
         else:
             rounds = 0
             await asyncio.sleep(_PAUSE_S)
+
+
+async def _all_answer(url: str, path: str, count: int) -> bool:
+    return all(status == 200 for status in await asyncio.gather(*(status_of(url, path) for _ in range(count))))
 
 
 async def status_of(url: str, path: str) -> int:

@@ -334,12 +334,12 @@ class HttpStub:
 
 def test_ready_means_that_all_answers_of_two_rounds_are_good():
     async def story():
-        stub = HttpStub(503, *[200] * 8, 503, 200)
+        stub = HttpStub(503, *[200] * 9, *[200] * 3, 503, 200)
         async with await asyncio.start_server(stub.handle, "127.0.0.1", 0) as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             await wait_until_answered(url, "/v2/health/ready", workers=2)
         assert stub.statuses == [200]
-        assert len(stub.paths) == 8 * (1 + 1 + 2)
+        assert len(stub.paths) == 1 + 9 + 9 + 2 * 9
         assert set(stub.paths) == {"/v2/health/ready"}
 
     run(story)

@@ -106,6 +106,14 @@ def test_an_access_line_says_nothing_twice():
 
 
 @pytest.mark.usefixtures("root_logging")
+def test_probes_are_told_at_debug_only():
+    for config, told in ((LogConfig(), False), (LogConfig(level="debug"), True), (LogConfig(), False)):
+        stream = start(config)
+        logging.getLogger(ACCESS_LOGGER).info("GET /v2/health/ready 200", extra={"path": "/v2/health/ready"})
+        assert bool(stream.getvalue()) is told
+
+
+@pytest.mark.usefixtures("root_logging")
 def test_set_up_twice_writes_once():
     start(LogConfig())
     stream = start(LogConfig())
