@@ -161,11 +161,10 @@ class BlockPool:
             holding.digests.append(content.digest)
             parent = content.digest
 
-    def release(self, holder: int, *, keep_cached: bool = True) -> None:
+    def release(self, holder: int) -> None:
         """The holder lets go of all its blocks: published ones become cached, others free.
 
-        Tail blocks go first, so that they are evicted before the heads they hang on. keep_cached False: the content
-        is not to be trusted, so what only this holder has is forgotten.
+        Tail blocks go first, so that they are evicted before the heads they hang on.
         """
         holding = self._holding(holder)
         del self._holdings[holder]
@@ -175,11 +174,15 @@ class BlockPool:
             if self._num_holders[block]:
                 continue
             if self._cache.is_published(block):
-                if keep_cached:
-                    self._cache.let_go(block)
-                    continue
+                self._cache.let_go(block)
+            else:
+                self._free.append(block)
+
+    def distrust(self, holder: int) -> None:
+        """Its content may be bad: the prefix cache forgets what nobody else holds; it is found by nobody from now."""
+        for block in self._holding(holder).table:
+            if self._num_holders[block] == 1 and self._cache.is_published(block):
                 self._cache.forget(block)
-            self._free.append(block)
 
     def transfer(self, holder_from: int, holder_to: int) -> None:
         """holder_to, new here, takes the table of holder_from over."""

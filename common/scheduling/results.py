@@ -41,7 +41,8 @@ class Results:
         return False
 
     def _fail(self, seq: Sequence, why: str, events: list[SchedulerEvent]) -> None:
-        seq.keep_cached = False
+        seq.trusted = False
+        self._pool.distrust(seq.seq_id)
         if not seq.steps_in_flight:
             seq.num_scheduled_tokens = seq.num_computed_tokens
         if seq.status is Status.ENDED:
@@ -53,7 +54,7 @@ class Results:
     def _advance(self, seq: Sequence, part: ScheduledSequence, token: int | None, events: list[SchedulerEvent]) -> None:
         start, end = part.start_position, part.start_position + len(part.token_ids)
         seq.num_computed_tokens = end
-        if seq.keep_cached and end // self._pool.block_size > start // self._pool.block_size:
+        if seq.trusted and end // self._pool.block_size > start // self._pool.block_size:
             self._pool.publish(seq.seq_id, seq.token_ids, end)
         if seq.status is Status.ENDED:
             self._table.settle(seq)

@@ -107,8 +107,8 @@ class Sequence:
     """How many others touch the blocks."""
     announced: bool = False
     """Whether the model runner was told about it."""
-    keep_cached: bool = True
-    """False: its content is not to be trusted."""
+    trusted: bool = True
+    """False: a step of it failed, and what it computes is not published any more."""
     history: list[Status] = field(default_factory=list)
 
     @property

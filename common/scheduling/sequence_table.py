@@ -76,7 +76,7 @@ class SequenceTable:
         if seq.status is not Status.ENDED or seq.steps_in_flight or seq.pins:
             return
         if self._pool.holds(seq.seq_id):
-            self._pool.release(seq.seq_id, keep_cached=seq.keep_cached)
+            self._pool.release(seq.seq_id)
         del self._sequences[seq.seq_id]
         del self._by_status[Status.ENDED][seq.seq_id]
         if seq.announced:

@@ -55,14 +55,13 @@ class Model:
             self.cached.remove(block)
             del self.content[block]
 
-    def let_go(self, table: tuple[int, ...], keep_cached: bool) -> None:
+    def let_go(self, table: tuple[int, ...]) -> None:
         for block in reversed(table):
             if self.holders_of(block):
                 continue
-            if block in self.content and keep_cached:
+            if block in self.content:
                 self.cached.append(block)
             else:
-                self.content.pop(block, None)
                 self.free.add(block)
 
 
@@ -127,11 +126,20 @@ class BlockPoolMachine(RuleBasedStateMachine):
             held.num_final = number + 1
 
     @precondition(lambda self: self.model.held)
-    @rule(data=st.data(), keep_cached=st.booleans())
-    def release(self, data, keep_cached):
+    @rule(data=st.data())
+    def release(self, data):
         holder = self.pick(data)
-        self.pool.release(holder, keep_cached=keep_cached)
-        self.model.let_go(self.model.held.pop(holder).table, keep_cached)
+        self.pool.release(holder)
+        self.model.let_go(self.model.held.pop(holder).table)
+
+    @precondition(lambda self: self.model.held)
+    @rule(data=st.data())
+    def distrust(self, data):
+        holder = self.pick(data)
+        self.pool.distrust(holder)
+        for block in self.model.held[holder].table:
+            if self.model.holders_of(block) == 1:
+                self.model.content.pop(block, None)
 
     @precondition(lambda self: self.model.held)
     @rule(data=st.data())

@@ -192,8 +192,10 @@ def test_bad_content_is_forgotten_unless_somebody_else_holds_it(pool):
     fill(pool, 1, list(range(8)))
     shared = pool.acquire(2, ids(range(4)), max_cached_tokens=4)
     assert shared is not None
-    pool.release(1, keep_cached=False)
+    pool.distrust(1)
     pool.check_invariants()
+    assert not pool.is_writable(1, 4, 8), "forgotten, but final for its holder all the same"
+    pool.release(1)
     third = pool.acquire(3, ids(range(8)), max_cached_tokens=8)
     assert third is not None
     assert third.num_cached_tokens == 4

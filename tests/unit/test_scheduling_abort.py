@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import InvariantError
-from common.scheduling.events import Finished, Sampled, Started
+from common.scheduling.events import Failed, Finished, Sampled, Started
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Status
 from tests.support.scheduling import FakeNode, make_spec
@@ -187,4 +187,23 @@ def test_an_abort_while_decoding_drops_the_token_in_flight(node):
     node.scheduler.abort(seq_id)
     node.finish(plan)
     assert len(node.of(seq_id, Sampled)) == 1
+    assert node.scheduler.is_quiescent()
+
+
+def test_after_a_failure_nothing_of_it_is_found_even_while_it_is_pinned():
+    node = FakeNode(SchedulerConfig(max_running=4, max_step_tokens=8, max_steps_in_flight=2))
+    bad = node.scheduler.add(make_spec(20, mode="prefill"), 0.0)
+    node.step()
+    node.scheduler.pin(bad)
+    plans = [node.schedule(), node.schedule()]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert node.finish(plans[0], failed={bad: "not a number"}) == [Failed(bad, "not a number")]
+    assert node.finish(plans[1]) == [], "told once"
+    again = node.scheduler.add(make_spec(20, mode="prefill"), 0.0)
+    node.step()
+    assert node.of(again, Started) == [Started(again, 0)]
+    node.scheduler.unpin(bad)
+    node.run()
+    node.scheduler.release(again)
     assert node.scheduler.is_quiescent()

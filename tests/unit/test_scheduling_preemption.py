@@ -118,6 +118,32 @@ def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
     assert node.of(best, Finished) != []
 
 
+def test_the_best_gets_a_last_block_before_one_that_cannot_be_taken_from():
+    node = make_node(5)
+    pinned = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=8, priority=5), 0.0)
+    best = node.scheduler.add(make_spec(7, max_new_tokens=8, priority=1), 0.0)
+    node.step()
+    node.scheduler.pin(pinned)
+    node.step()
+    plan = node.step()
+    assert plan is not None
+    assert [part.seq_id for part in plan.scheduled] == [best]
+
+
+def test_a_last_token_in_flight_needs_no_block():
+    config = SchedulerConfig(max_running=4, max_step_tokens=16, max_steps_in_flight=2, watermark_blocks_share=0.0)
+    node = FakeNode(config, num_blocks=3)
+    best = node.scheduler.add(make_spec(7, max_new_tokens=2, priority=1), 0.0)  # 8 positions: two blocks to its end
+    other = node.scheduler.add(make_spec([5], max_new_tokens=3, priority=5), 0.0)
+    node.step()
+    plan = node.schedule()
+    assert node.schedule() is None
+    assert plan is not None
+    node.finish(plan)
+    assert node.of(best, Finished) != []
+    assert node.of(other, GivenBack) == []
+
+
 def damage_queue(scheduler) -> None:
     scheduler._queue.push(99, 1, 0.0, 1)
 
