@@ -226,6 +226,8 @@ class HandoverFailed(Message, frozen=True, kw_only=True):
     held: bool = False
     """The computed KV is kept a while for a next attempt at this node."""
     commit_sent: bool = False
+    decode: Incarnation | None = None
+    """The decode node that it failed with."""
     retryable: bool = True
     detail: str = ""
 

@@ -362,7 +362,9 @@ class PrefillLeg:
         job.until = now + self.timers.hold_s
         job.machine.move(JobEvent.FAIL, now)
         job.failure = self._failed(job.job, reason, detail=detail, retryable=retryable)
-        job.failure = msgspec.structs.replace(job.failure, held=held, commit_sent=commit_sent)
+        key = job.sender.key if job.sender is not None else None
+        decode = key.decode if key is not None else None
+        job.failure = msgspec.structs.replace(job.failure, held=held, commit_sent=commit_sent, decode=decode)
         return [*actions, Send(job.worker, job.failure)]
 
     def _may_hold(self, job: PrefillJob) -> bool:

@@ -150,6 +150,7 @@ class RouterCore:
             request.not_before = now + self.timers.backoff_min_s
             return []
         request.attempt += 1
+        request.base_index = request.next_index
         request.plan, request.decode, request.resend = plan, None, False
         request.machine.move(RequestEvent.PLAN, now)
         self._waiting.pop(request.request_id, None)
@@ -260,7 +261,9 @@ class RouterCore:
         request.resend = False
         effects: list[Effect] = []
         if fresh:
-            request.losses = request.crashes = request.setbacks = 0
+            request.setbacks = 0
+            if request.made_progress:
+                request.losses = request.crashes = 0
             effects.append(Deliver(request.request_id, TokensEvent(index, fresh)))
         if finish is not None and first_index + len(token_ids) == request.next_index:
             outcome: Outcome = "stop" if finish == "stop" else "length"
@@ -307,8 +310,8 @@ class RouterCore:
         if message.reason == "overloaded" and request.attempt == 1:
             return self._end(request, "error", OverloadedError(detail), now, message.reason)
         if message.commit_sent or message.reason == "lost":
-            for candidate in request.plan.candidates[:1]:
-                self.planner.penalise(request.plan.prefill, candidate.incarnation, now)
+            if message.decode is not None:
+                self.planner.penalise(request.plan.prefill, message.decode, now)
             request.losses += 1
             if request.losses >= self.limits.max_attempts:
                 return self._end(request, "error", KvferryError(f"hand-over failed: {detail}"), now, "too many losses")

@@ -39,8 +39,11 @@ class Request:
     output_token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     """What the worker holds, sent on to the client or not."""
     attempt: int = 0
+    base_index: int = 0
+    """Tokens held when the present attempt was planned."""
     losses: int = 0
     crashes: int = 0
+    """Losses, and deaths of the node that decoded it, since it last made progress."""
     setbacks: int = 0
     """Refusals and preemptions in a row: they cost no attempt, but are spaced by a backoff."""
     times_preempted: int = 0
@@ -79,6 +82,11 @@ class Request:
     def next_index(self) -> int:
         """The first output index that is not held."""
         return len(self.output_token_ids)
+
+    @property
+    def made_progress(self) -> bool:
+        """The attempt went beyond the token that its prefill node drew: the decode node can run it."""
+        return self.next_index > self.base_index + 1
 
     def take(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
         """Add what is new of a chunk. Returns the new ids, () when all are known, None when there is a gap before."""
