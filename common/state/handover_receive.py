@@ -9,6 +9,7 @@ FINISHED, FAILED, GIVEN_BACK, LOST   records without blocks, kept until the work
 PROTOCOL rules 15, 16, 23 to 27.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -63,22 +64,41 @@ RECORDS = (_S.FINISHED, _S.FAILED, _S.GIVEN_BACK, _S.LOST)
 
 @dataclass(slots=True)
 class PieceLedger:
-    """Which pieces of one transfer key are there and right."""
+    """Which pieces of one transfer key are there and right, and which were asked for again."""
 
     num_layers: int
     first_token_pos: int
     arrived: dict[int, Piece] = field(default_factory=dict)
+    damaged: set[int] = field(default_factory=set)
+    """Came damaged, and not right since."""
+    asked: set[int] = field(default_factory=set)
+    """Asked for once more already."""
     last_arrival: float = 0.0
-    times_asked: int = 0
 
     def add(self, piece: Piece, now: float) -> None:
         """A piece was written; a second copy changes nothing."""
         self.arrived[piece.number] = piece
+        self.damaged.discard(piece.number)
+        self.last_arrival = now
+
+    def add_damaged(self, number: int, now: float) -> None:
+        """A piece came that was not right."""
+        if number not in self.arrived:
+            self.damaged.add(number)
         self.last_arrival = now
 
     def missing(self, commit: Commit) -> tuple[int, ...]:
         """Numbers that the Commit counts and that are not there."""
         return tuple(number for number in range(commit.num_pieces) if number not in self.arrived)
+
+    def ask(self, numbers: Collection[int], now: float) -> bool:
+        """Note that these are asked for once more; False when one of them was already."""
+        if self.asked.intersection(numbers):
+            return False
+        self.asked.update(numbers)
+        self.damaged.difference_update(numbers)
+        self.last_arrival = now
+        return True
 
     def fault(self, commit: Commit) -> str | None:
         """With all pieces there: what is wrong with them as a whole. None: they cover exactly what was lacked."""

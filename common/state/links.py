@@ -17,8 +17,9 @@ from common.state.table import Machine, Table
 
 FORGET_AFTER_S = 60.0
 """A dead link that nobody announces is dropped after this long."""
-PAST_LIVES_KEPT = 8
-"""Of each address: what still comes from one of these is late, and changes nothing."""
+LATE_S = 2.0
+"""What comes this soon from a life that another one has followed is late, and changes nothing. Not for ever: two lives
+may be welcomed in the wrong order, and the one that lives says so again."""
 HELLO_SPACING_S = 0.1
 """Between two Hellos to a node that does not know us: each of our messages makes it say so."""
 
@@ -91,12 +92,25 @@ class Link:
     dead_since: float = 0.0
     last_announced: float = 0.0
     beat_no: int = 0
+    """Goes on over lives: a list never looks older than one before it."""
     link_seq: int = 0
     """Highest Tokens number seen."""
     probing: bool = False
     needs_reset: bool = False
-    past: list[Incarnation] = field(default_factory=list)
-    """Lives that were here before this one."""
+    past: dict[Incarnation, float] = field(default_factory=dict)
+    """Lives that were here before this one, and when they were followed by another."""
+
+    def is_late(self, sender: Incarnation, now: float) -> bool:
+        """Whether this comes from a life that another one has just followed."""
+        followed = self.past.get(sender)
+        return followed is not None and now - followed < LATE_S
+
+    def follow(self, sender: Incarnation, now: float) -> None:
+        """Another life is here from now on."""
+        self.past = {life: since for life, since in self.past.items() if now - since < LATE_S}
+        if self.peer is not None:
+            self.past[self.peer] = now
+        self.peer, self.status = sender, None
 
     @property
     def state(self) -> LinkState:
@@ -176,13 +190,11 @@ class LinkTable:
             return []  # one link a life: a second address of it waits until the first one fails
         actions: list[Action] = []
         if link.peer != sender:
-            if sender in link.past:
+            if link.is_late(sender, now):
                 return []
             if link.up:
                 self._lose(link, now)
-            if link.peer is not None:
-                link.past = [*link.past[1 - PAST_LIVES_KEPT :], link.peer]
-            link.peer, link.status, link.beat_no = sender, None, 0
+            link.follow(sender, now)
             actions.append(BindPeer(endpoint, sender))
         link.welcome, link.refusal = message, ""
         link.link_seq = 0  # it may have forgotten us in between, and counts anew then
@@ -207,7 +219,7 @@ class LinkTable:
         unknown: it came to say that it does not know us (any more).
         """
         link = self.links.get(endpoint)
-        if link is None or sender in link.past:
+        if link is None or link.is_late(sender, now):
             return []
         if link.peer == sender and link.up:
             link.last_heard = now

@@ -49,6 +49,19 @@ def test_what_comes_late_from_an_earlier_life_changes_nothing():
     table.check_invariants()
 
 
+def test_two_lives_welcomed_in_the_wrong_order_are_told_apart_in_the_end():
+    """A welcome of a life that ended may be overtaken by that of the next one: the living one says so again."""
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, NEW, WELCOME, 1.0)
+    table.on_welcome(HERE, OLD, WELCOME, 1.1)
+    assert table.peer(OLD) is not None
+    table.on_welcome(HERE, NEW, WELCOME, 4.0)
+    assert table.peer(NEW) is not None
+    assert table.peer(OLD) is None
+    table.check_invariants()
+
+
 def test_another_life_ends_the_one_before_at_once():
     table = make_table()
     table.add(HERE, 0.0)

@@ -1,0 +1,119 @@
+"""Who gets room on the decode node: Reserve, Granted, Queued, Refused. Pure. PROTOCOL rules 13, 16, 18, 27."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.config.protocol import Limits, Timers
+from common.errors import RequestInvalidError
+from common.ids import PlanKey
+from common.protocol.messages import Granted, Queued, Refused, Reserve, Revoke
+from common.state.actions import Action, ExpectPieces, Send
+from common.state.clients import Client, ClientTable
+from common.state.handover_receive import PieceLedger, ReceiveEvent, ReceiveState
+from decode_node.core.entries import EntryTable
+from decode_node.core.entry import Entry
+
+
+@dataclass(slots=True)
+class Reservations:
+    """Grants all or nothing, in the order of class and age; the rest is queued or refused."""
+
+    entries: EntryTable
+    timers: Timers
+    limits: Limits
+    num_layers: int
+    clients: Callable[[], ClientTable]
+    draining: bool = False
+
+    def on_reserve(self, client: Client, message: Reserve, now: float) -> list[Action]:
+        """A prefill node asks; asking again gets the same answer."""
+        key = message.key
+        actions: list[Action] = []
+        present = self.entries.by_plan.get(PlanKey(key.request_id, key.attempt))
+        if present is not None:
+            if present.key == key:
+                return self._answer_again(present)
+            if not present.is_open or present.key.generation > key.generation:
+                return [Send(client.incarnation, Refused(key=key, reason="gone"))]
+            actions += self.entries.drop(present)
+        reason = self._refusal(client, message, now)
+        if reason is not None:
+            return [*actions, Send(client.incarnation, Refused(key=key, reason=reason))]
+        entry = Entry.from_reserve(message, now, self.timers.deadline_grace_s)
+        self.entries.add(entry)
+        try:
+            return actions + self._grant_or_queue(entry, now)
+        except RequestInvalidError as error:
+            refused = Send(client.incarnation, Refused(key=key, reason=str(error)))
+            return [*actions, *self.entries.drop(entry), refused]
+
+    def _refusal(self, client: Client, message: Reserve, now: float) -> str | None:
+        key = message.key
+        if self.draining:
+            return "draining"
+        worker = self.clients().get(message.worker)
+        if worker is None or now - worker.last_beat > self.timers.worker_link_s:
+            return "no_worker_link"
+        if not worker.wants(message.plan_no, key.request_id, key.attempt):
+            return "gone"
+        if not client.wants(message.transfer_no, key.request_id, key.attempt, key.generation):
+            return "gone"
+        if len(self.entries.queued) >= self.limits.queued_reservations:
+            return "full"
+        return None
+
+    def _grant_or_queue(self, entry: Entry, now: float) -> list[Action]:
+        if not self.entries.queued and self._reserve(entry, now):
+            return self._granted(entry)
+        self.entries.queued[entry.key] = entry
+        return [Send(entry.key.prefill, Queued(key=entry.key))]
+
+    def _reserve(self, entry: Entry, now: float) -> bool:
+        reservation = self.entries.scheduler.reserve(entry.spec, now)
+        if reservation is None:
+            return False
+        self.entries.attach(entry, reservation)
+        entry.ledger = PieceLedger(self.num_layers, reservation.first_token, last_arrival=now)
+        entry.machine.move(ReceiveEvent.GRANT, now)
+        return True
+
+    def _granted(self, entry: Entry) -> list[Action]:
+        assert entry.seq_id is not None
+        assert entry.ledger is not None
+        table = self.entries.scheduler.block_table(entry.seq_id)
+        return [ExpectPieces(entry.key, table, entry.ledger.first_token_pos), self._grant_message(entry)]
+
+    def _grant_message(self, entry: Entry) -> Send:
+        assert entry.ledger is not None
+        return Send(entry.key.prefill, Granted(key=entry.key, first_token=entry.ledger.first_token_pos))
+
+    def _answer_again(self, entry: Entry) -> list[Action]:
+        if entry.state is ReceiveState.QUEUED:
+            return [Send(entry.key.prefill, Queued(key=entry.key))]
+        if entry.state is ReceiveState.RESERVED:
+            return [self._grant_message(entry)]
+        return []  # committed since: the Reserve is an old copy
+
+    def grant_queued(self, now: float) -> list[Action]:
+        """Grant what waits, best first, while there is room: nobody overtakes the head."""
+        actions: list[Action] = []
+        for entry in sorted(self.entries.queued.values(), key=lambda e: self._rank(e, now)):
+            if not self._reserve(entry, now):
+                break
+            del self.entries.queued[entry.key]
+            actions += self._granted(entry)
+        return actions
+
+    def _rank(self, entry: Entry, now: float) -> tuple[int, float]:
+        waited = now - entry.spec.accepted_at
+        return (entry.spec.priority - int(waited // self.timers.aging_s), entry.spec.accepted_at)
+
+    def drain(self) -> list[Action]:
+        """Grant nothing more; what is not committed is taken back."""
+        self.draining = True
+        actions: list[Action] = []
+        for entry in self.entries:
+            if entry.is_open:
+                revoke = Send(entry.key.prefill, Revoke(key=entry.key, reason="draining"))
+                actions += [*self.entries.drop(entry), revoke]
+        return actions

@@ -1,0 +1,107 @@
+"""How the decode node comes to own a request: Commit, pieces, and what is asked for again. Pure. Rules 24 and 25."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from common.config.protocol import Timers
+from common.ids import TransferKey
+from common.protocol.messages import Commit, CommitRefused, Committed, Piece
+from common.scheduling.events import SchedulerEvent
+from common.scheduling.scheduler import Scheduler
+from common.state.actions import Action, ForgetPieces, Send
+from common.state.clients import Client
+from common.state.handover_receive import ReceiveEvent, ReceiveState
+from decode_node.core.entries import EntryTable
+from decode_node.core.entry import Entry
+
+
+@dataclass(slots=True)
+class Started:
+    """What a step towards ownership led to: actions, and the events of the sequence that began to decode."""
+
+    actions: list[Action]
+    events: list[SchedulerEvent]
+
+
+@dataclass(slots=True)
+class Takeover:
+    """Owned by the Commit; running when every piece is there and right."""
+
+    entries: EntryTable
+    scheduler: Scheduler
+    timers: Timers
+
+    def on_commit(self, client: Client, message: Commit, now: float) -> Started:
+        """The request is this node's from now on; the answer is the same each time."""
+        entry = self.entries.by_key.get(message.key)
+        if entry is None or entry.ledger is None:
+            return _only(Send(client.incarnation, CommitRefused(key=message.key, reason="not_reserved")))
+        if entry.commit is not None:
+            return _only(_committed(entry))
+        entry.commit = message
+        entry.ledger.last_arrival = now
+        entry.machine.move(ReceiveEvent.COMMIT, now)
+        assert entry.seq_id is not None
+        self.scheduler.commit(entry.seq_id)
+        if not entry.ledger.missing(message):
+            return self._complete(entry, now)
+        if entry.ledger.damaged:
+            return Started(self._ask_again(entry, set(entry.ledger.damaged), "damaged pieces", now), [])
+        return _only(_committed(entry))
+
+    def on_piece(self, piece: Piece, now: float) -> Started:
+        """A piece was written."""
+        entry = self.entries.by_key.get(piece.key)
+        if entry is None or entry.ledger is None or entry.state is ReceiveState.RUNNING or entry.is_record:
+            return Started([], [])
+        entry.ledger.add(piece, now)
+        if entry.commit is None or entry.ledger.missing(entry.commit):
+            return Started([], [])
+        return self._complete(entry, now)
+
+    def on_damaged(self, key: TransferKey, number: int, reason: str, now: float) -> list[Action]:
+        """A piece came damaged: asked for at once if the Commit is there, else with it."""
+        entry = self.entries.by_key.get(key)
+        if entry is None or entry.ledger is None or number in entry.ledger.arrived:
+            return []
+        if entry.state is ReceiveState.RESERVED:
+            entry.ledger.add_damaged(number, now)
+        elif entry.state is ReceiveState.OWNED:
+            return self._ask_again(entry, {number}, reason, now)
+        return []
+
+    def tick(self, entry: Entry, now: float) -> list[Action]:
+        """Pieces that do not come are asked for once; then the request is lost here."""
+        if entry.state is not ReceiveState.OWNED or entry.ledger is None or entry.commit is None:
+            return []
+        if now - entry.ledger.last_arrival <= self.timers.piece_idle_s:
+            return []
+        return self._ask_again(entry, entry.ledger.missing(entry.commit), "pieces did not come", now)
+
+    def _complete(self, entry: Entry, now: float) -> Started:
+        """Start decoding, if the pieces are right as a whole."""
+        assert entry.commit is not None
+        assert entry.ledger is not None
+        assert entry.seq_id is not None
+        fault = entry.ledger.fault(entry.commit)
+        if fault is not None:
+            return Started(self.entries.lose(entry, fault, now), [])
+        entry.machine.move(ReceiveEvent.COMPLETE, now)
+        commit = entry.commit
+        events = self.scheduler.activate(entry.seq_id, commit.token_id, commit.num_tokens, now)
+        return Started([ForgetPieces(entry.key), _committed(entry)], events)
+
+    def _ask_again(self, entry: Entry, numbers: Collection[int], why: str, now: float) -> list[Action]:
+        assert entry.ledger is not None
+        if not entry.ledger.ask(numbers, now):
+            return self.entries.lose(entry, why, now)
+        return [_committed(entry, tuple(sorted(numbers)))]
+
+
+def _only(action: Action) -> Started:
+    return Started([action], [])
+
+
+def _committed(entry: Entry, missing: tuple[int, ...] = ()) -> Send:
+    complete = entry.state is not ReceiveState.OWNED
+    return Send(entry.key.prefill, Committed(key=entry.key, complete=complete, missing=missing))
