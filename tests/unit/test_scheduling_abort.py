@@ -203,7 +203,12 @@ def test_after_a_failure_nothing_of_it_is_found_even_while_it_is_pinned():
     again = node.scheduler.add(make_spec(20, mode="prefill"), 0.0)
     node.step()
     assert node.of(again, Started) == [Started(again, 0)]
-    node.scheduler.unpin(bad)
     node.run()
+    third = node.scheduler.add(make_spec(21, mode="prefill"), 0.0)
+    node.run()
+    assert node.of(third, Started) == [Started(third, 20)]
+    assert node.scheduler.block_table(third)[:5] == node.scheduler.block_table(again)[:5]
+    node.scheduler.unpin(bad)
     node.scheduler.release(again)
+    node.scheduler.release(third)
     assert node.scheduler.is_quiescent()

@@ -136,6 +136,14 @@ def test_a_final_block_is_never_written_again(node):
     assert node.of(new, Started, ChunkComputed) == [Started(new, 8), ChunkComputed(new, 8, 12)]
 
 
+def test_the_same_ids_again_compute_their_last_position_to_draw(node):
+    old = prefill(node, 11)
+    new = node.scheduler.take_over(old, make_spec(11, mode="prefill"), 0.0)
+    node.run()
+    assert node.of(new, Started, ChunkComputed) == [Started(new, 10), ChunkComputed(new, 10, 11)]
+    assert node.of(new, Prefilled)[0].token_id == node.of(old, Prefilled)[0].token_id
+
+
 def test_half_computed_blocks_are_taken_over_too():
     node = make_node(max_step_tokens=8)
     old = node.scheduler.add(make_spec(14, mode="prefill"), 0.0)
