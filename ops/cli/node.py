@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
         os.environ[variable] = value
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-    from ops import compose
+    from ops.compose import run_decode, run_prefill
     from ops.model_choice import with_model
 
     config = with_model(config)
-    return compose.run_prefill(config) if role == "prefill" else compose.run_decode(config)
+    return run_prefill(config) if role == "prefill" else run_decode(config)
