@@ -2,7 +2,7 @@
 
 from common.errors import InvariantError
 from common.kv.block_pool import BlockPool
-from common.scheduling.events import ChunkComputed, Failed, Finished, Prefilled, Sampled, SchedulerEvent
+from common.scheduling.events import ChunkComputed, Failed, Finished, FinishReason, Prefilled, Sampled, SchedulerEvent
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Sequence, Status
 from common.scheduling.sequence_table import SequenceTable
@@ -32,8 +32,10 @@ class Results:
 
     def accept_token(self, seq: Sequence, events: list[SchedulerEvent]) -> bool:
         """Its last id is a new output token: tell it, and end the sequence if that is the end. Whether it goes on."""
+        return self._tell_token(seq, seq.finish_reason(self._config.eos_token_ids), events)
+
+    def _tell_token(self, seq: Sequence, reason: FinishReason | None, events: list[SchedulerEvent]) -> bool:
         events.append(Sampled(seq.seq_id, seq.token_ids[-1], len(seq.token_ids) - 1, seq.num_outputs - 1))
-        reason = seq.finish_reason(self._config.eos_token_ids)
         if reason is None:
             return True
         self._table.end(seq)
@@ -59,12 +61,14 @@ class Results:
         if seq.status is Status.ENDED:
             self._table.settle(seq)
             return
+        reason = None
         if token is not None:
             seq.token_ids.append(token)
-        ends = token is not None and seq.finish_reason(self._config.eos_token_ids) is not None
-        if seq.status is not Status.DECODING and not ends:
+            reason = seq.finish_reason(self._config.eos_token_ids)
+        in_prompt = seq.status is not Status.DECODING
+        if in_prompt and reason is None:
             events.append(ChunkComputed(seq.seq_id, start, end))
-        if token is not None and self.accept_token(seq, events) and seq.status is not Status.DECODING:
+        if token is not None and self._tell_token(seq, reason, events) and in_prompt:
             self._leave_prompt(seq, events)
 
     def _leave_prompt(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
