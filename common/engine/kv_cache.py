@@ -102,7 +102,7 @@ class KvCache:
         for layer in self.layers[layer_start:layer_end]:
             for cache, spec in zip(layer, self.specs, strict=True):
                 size = count * math.prod(spec.shape_per_token) * spec.dtype.itemsize
-                tokens = staging[at : at + size].view(spec.dtype).view(count, *spec.shape_per_token)
+                tokens = _typed(staging[at : at + size], spec.dtype).view(count, *spec.shape_per_token)
                 self._device.write_tokens(cache, slots, tokens.to(self._device.torch_device))
                 at += size
         self._device.synchronize()
@@ -139,8 +139,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers; their stubs say so late
 
 
+def _typed(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 as another dtype; copied first where tensors of several dtypes left it at an odd address."""
+    return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
+
+
 def _put(out: Tensor, at: int, part: Tensor, spec: KvTensorSpec) -> int:
     """Copy `part` [tokens, *shape] into the bytes `out` from `at` on; the offset behind it."""
     end = at + part.numel() * spec.dtype.itemsize
-    out[at:end].view(spec.dtype).view(part.shape).copy_(part)
+    if at % spec.dtype.itemsize == 0:
+        out[at:end].view(spec.dtype).view(part.shape).copy_(part)
+    else:
+        out[at:end].copy_(part.contiguous().view(-1).view(torch.uint8))
     return end

@@ -41,7 +41,9 @@ class EngineDriver:
     def __init__(
         self, loaded: LoadedModel, device: Device | None = None, blocks: int = 256, block_size: int = 4
     ) -> None:
-        device = device or CpuDevice()
+        # One thread: small models gain nothing from more, and lose much where other processes want the cores too.
+        device = device or CpuDevice(1)
+        device.activate_thread()
         self.cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
         self.sampler = Sampler(loaded.config.vocab_size)
         self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device)
