@@ -86,7 +86,7 @@ def _begin_mark(backend: Backend, bos: str | None) -> processors.TemplateProcess
     index = backend.token_to_id(bos) if bos is not None else None
     if bos is None or index is None:
         raise ModelLoadError("tokenizer.ggml.add_bos_token is set, but there is no bos token")
-    return processors.TemplateProcessing(single="$B $A", pair="$B $A $B $B", special_tokens=[("$B", index)])
+    return processors.TemplateProcessing(single="BEGIN $A", special_tokens=[("BEGIN", index)])
 
 
 def _strings(metadata: Mapping[str, GgufValue], key: str) -> list[str]:
