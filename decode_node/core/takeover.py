@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from common.config.protocol import Timers
+from common.errors import ProtocolError
 from common.ids import TransferKey
 from common.protocol.messages import Commit, CommitRefused, Committed, Piece
 from common.scheduling.events import SchedulerEvent
@@ -86,9 +87,12 @@ class Takeover:
         fault = entry.ledger.fault(entry.commit)
         if fault is not None:
             return Started(self.entries.lose(entry, fault, now), [])
-        entry.machine.move(ReceiveEvent.COMPLETE, now)
         commit = entry.commit
-        events = self.scheduler.activate(entry.seq_id, commit.token_id, commit.num_tokens, now)
+        try:
+            events = self.scheduler.activate(entry.seq_id, commit.token_id, commit.num_tokens, now)
+        except ProtocolError as error:
+            return Started(self.entries.lose(entry, str(error), now), [])
+        entry.machine.move(ReceiveEvent.COMPLETE, now)
         return Started([ForgetPieces(entry.key), _committed(entry)], events)
 
     def _ask_again(self, entry: Entry, numbers: Collection[int], why: str, now: float) -> list[Action]:
