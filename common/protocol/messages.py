@@ -295,7 +295,11 @@ class Piece(Message, frozen=True, kw_only=True):
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """Decode -> prefill on the KV link: this staging slot may be written again (one-sided transports)."""
+    """Decode -> prefill on the KV link: this one has been taken in, another may come.
+
+    One-sided transports: the staging slot may be written again. Two-sided ones: the piece of this number was written or
+    dropped, and its bytes no longer count against the sender's window for this peer.
+    """
 
     TYPE: ClassVar[int] = 19
     key: TransferKey
