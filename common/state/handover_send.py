@@ -162,6 +162,11 @@ class HandoverSender:
         """A decode node holds room for it."""
         return self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED)
 
+    @property
+    def is_sending(self) -> bool:
+        """Takes up a transfer slot."""
+        return self.may_send and (self.state is SendState.GRANTED or self.pieces_in_flight > 0)
+
     # -- commands of the leg
 
     def ask(self, now: float) -> list[Action]:
@@ -212,6 +217,10 @@ class HandoverSender:
             actions = self._stop()
         self.machine.move(SendEvent.ABORT, now)
         return actions
+
+    def forget_pieces(self) -> None:
+        """The blocks are let go of: no piece can be sent again."""
+        self._pieces = []
 
     # -- what the decode node says
 

@@ -1,0 +1,87 @@
+"""How a job comes to the prefill node: wanted, admitted, queued with its age. Pure. PROTOCOL rules 13, 17, 19."""
+
+from dataclasses import dataclass
+
+from common.config.protocol import Limits, Timers
+from common.errors import RequestInvalidError
+from common.ids import PlanKey
+from common.protocol.messages import Gone, Job
+from common.scheduling.scheduler import Scheduler
+from common.scheduling.sequence import SequenceSpec
+from common.state.actions import Action, Send
+from common.state.clients import Client
+from prefill_node.core import reports
+from prefill_node.core.decode_links import DecodeLinks
+from prefill_node.core.job import PrefillJob
+from prefill_node.core.jobs import JobTable
+
+
+@dataclass(slots=True)
+class Intake:
+    """Takes jobs, or says why not."""
+
+    jobs: JobTable
+    scheduler: Scheduler
+    decodes: DecodeLinks
+    timers: Timers
+    limits: Limits
+    draining: bool = False
+
+    def on_job(self, client: Client, message: Job, now: float) -> list[Action]:
+        """A Job came; a copy of one that is known changes nothing."""
+        key = PlanKey(message.request_id, message.attempt)
+        if key in self.jobs.by_plan:
+            return []
+        if not client.wants(message.plan_no, *key):
+            gone = Gone(request_id=key.request_id, attempt=key.attempt, reason="lost", detail="not wanted any more")
+            return [Send(client.incarnation, gone)]
+        reason = self._refusal(message)
+        if reason is not None:
+            return [Send(client.incarnation, reports.failed(message, reason))]
+        job = PrefillJob(client.incarnation, message, now + message.remaining_ms / 1000 + self.timers.deadline_grace_s)
+        try:
+            seq_id, actions = self._enqueue(job, now)
+        except RequestInvalidError as error:
+            failed = reports.failed(message, "invalid", detail=str(error), retryable=False)
+            return [Send(client.incarnation, failed)]
+        self.jobs.add(job, seq_id)
+        for candidate in message.candidates:
+            actions += self.decodes.know(candidate, now)
+        return actions
+
+    def _refusal(self, message: Job) -> str | None:
+        if self.draining:
+            return "draining"
+        if message.attempt > 1:
+            return None  # re-plans are never refused by admission
+        load = self.scheduler.load()
+        full = self.scheduler.num_waiting >= self.limits.queued_requests
+        crowded = load.waiting_tokens > 0 and load.waiting_tokens + len(message.prompt_token_ids) > (
+            self.limits.queued_tokens
+        )
+        return "overloaded" if full or crowded else None
+
+    def _enqueue(self, job: PrefillJob, now: float) -> tuple[int, list[Action]]:
+        """Queue it; an earlier attempt that holds KV here gives its blocks to it."""
+        message = job.job
+        spec = SequenceSpec(
+            token_ids=message.prompt_token_ids + message.output_token_ids,
+            num_prompt_tokens=len(message.prompt_token_ids),
+            sampling=message.sampling,
+            priority=message.priority,
+            accepted_at=now - message.waited_ms / 1000,
+            mode="prefill",
+            times_preempted=message.times_preempted,
+        )
+        actions: list[Action] = []
+        for earlier in self.jobs.of_request(message.request_id):
+            if earlier.job.attempt < message.attempt and earlier.seq_id is not None:
+                actions += self.jobs.abort_sender(earlier, now)
+                if earlier.pinned:
+                    actions += self.jobs.drop(earlier, now)
+                    continue
+                seq_id = self.scheduler.take_over(earlier.seq_id, spec, now)
+                self.jobs.detach(earlier)
+                self.jobs.forget(earlier)
+                return seq_id, actions
+        return self.scheduler.add(spec, now), actions
