@@ -8,7 +8,7 @@ import falcon.asgi
 from falcon.asgi import Request, Response
 
 from router.http.dependencies import AppDependencies
-from router.http.errors import ClientGoneError, is_our_fault, problem_of
+from router.http.errors import is_our_fault, problem_of
 from router.http.resources.base import exchange_of
 from router.http.routes import add_routes
 from router.http.shell import AsgiShell
@@ -22,7 +22,7 @@ def create_app(deps: AppDependencies) -> AsgiShell:
 
     async def answer_with_error(req: Request, resp: Response, error: Exception, params: dict[str, object]) -> None:
         problem = problem_of(error)
-        if is_our_fault(problem) and not isinstance(error, ClientGoneError):
+        if is_our_fault(problem):
             deps.logger.error("a request failed", exc_info=error, extra={"request_id": exchange_of(req).request_id})
         resp.status = problem.status
         resp.content_type = falcon.MEDIA_JSON

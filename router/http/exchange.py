@@ -6,7 +6,6 @@ way to learn at once that the client left. Knows nothing of routes, models or er
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import cast
 
 from common.errors import InvariantError
@@ -86,8 +85,7 @@ class Exchange:
         if watcher is None:
             return
         watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
+        await asyncio.gather(watcher, return_exceptions=True)
 
     def note_sent(self, message: Message) -> None:
         """Follow the outgoing side: `message` is about to be handed to the server."""

@@ -5,6 +5,9 @@ shell hands it a request without a body; `Exchange` owns the real incoming side.
 """
 
 import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import cast
 
 import falcon.asgi
 from falcon import COMBINED_METHODS
@@ -13,7 +16,7 @@ from falcon.asgi import Request, Response
 from router.http.access_log import log_exchange
 from router.http.asgi import Message, Receive, Scope, Send
 from router.http.dependencies import AppDependencies
-from router.http.errors import problem_of
+from router.http.errors import ClientGoneError, problem_of
 from router.http.exchange import SCOPE_KEY, Exchange
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
@@ -42,8 +45,11 @@ class AsgiShell:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         deps = self._deps
+        # ASGI says iterable of iterables: they may serve once only.
+        headers = cast("Iterable[Iterable[bytes]]", scope.get("headers", ()))
+        scope = {**scope, "headers": [tuple(pair) for pair in headers]}
         exchange = Exchange(scope, receive, deps.new_request_id(), deps.clock.now())
-        answer = _Answer(exchange, send, deps.settings.max_body_bytes)
+        answer = _Answer(exchange, send)
         inner: Scope = {**scope, SCOPE_KEY: exchange}
         if exchange.method not in _KNOWN_METHODS:
             inner["method"] = "TRACE"  # Served nowhere: falcon answers 404 or 405, as for any other wrong method.
@@ -82,10 +88,9 @@ class AsgiShell:
 class _Answer:
     """The outgoing side of one exchange."""
 
-    def __init__(self, exchange: Exchange, send: Send, max_drained_bytes: int) -> None:
+    def __init__(self, exchange: Exchange, send: Send) -> None:
         self._exchange = exchange
         self._send = send
-        self._max_drained_bytes = max_drained_bytes
 
     async def send(self, message: Message) -> None:
         """Pass a message on to the server, unless nobody is there to read it."""
@@ -95,12 +100,12 @@ class _Answer:
         if message["type"] == "http.response.start":
             headers = [*_headers(message), (b"x-request-id", exchange.request_id.encode())]
             message = {**message, "headers": headers}
-        elif exchange.status == 413 and not message.get("more_body", False):
+        exchange.note_sent(message)
+        if exchange.status == 413 and exchange.finished:
             # Closing with unread bytes resets the connection, and the client may lose the answer it should read.
             await self._send({**message, "more_body": True})
             await self._drain()
             message = {"type": "http.response.body", "body": b"", "more_body": False}
-        exchange.note_sent(message)
         await self._send(message)
 
     async def fail(self, error: Exception) -> None:
@@ -117,13 +122,10 @@ class _Answer:
         exchange = self._exchange
         if exchange.expects_continue or exchange.body_ended:
             return
-        num_bytes = 0
-        try:
+        with suppress(TimeoutError, ClientGoneError):
             async with asyncio.timeout(LINGER_S):
-                while num_bytes <= self._max_drained_bytes and (chunk := await exchange.read_chunk()) is not None:
-                    num_bytes += len(chunk)
-        except TimeoutError:
-            pass
+                while await exchange.read_chunk() is not None:
+                    pass
 
 
 async def _receive_no_body() -> Message:

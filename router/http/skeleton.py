@@ -12,7 +12,8 @@ from msgspec import Raw
 SMALL_BYTES = 65_536
 """A value of this size is decoded as it is."""
 _ANYTHING = msgspec.json.Decoder(object)
-_INTEGERS = msgspec.json.Decoder(list[int])
+_INTEGERS = msgspec.json.Decoder(list[int | str])
+"""Strings too: one may stand for a run that was cut out."""
 _SINGLE = msgspec.json.Decoder(tuple[Raw])
 
 _Reader = Callable[[Raw], object]
@@ -70,19 +71,27 @@ def decode_skeleton(text: bytes | bytearray) -> object:
 
 
 def _inputs(raw: Raw) -> object:
-    return _single(raw, lambda element: _fields(element, _Tensor, {"data": _data, "parameters": _parameters}))
+    return _single(raw, _tensor)
+
+
+def _tensor(raw: Raw) -> object:
+    return _fields(raw, _Tensor, {"shape": _integers, "data": _integers, "parameters": _parameters})
 
 
 def _outputs(raw: Raw) -> object:
-    return _single(raw, lambda element: _fields(element, _Output, {}))
+    return _single(raw, _output)
+
+
+def _output(raw: Raw) -> object:
+    return _fields(raw, _Output, {})
 
 
 def _parameters(raw: Raw) -> object:
     return _fields(raw, _Parameters, {})
 
 
-def _data(raw: Raw) -> object:
-    """Integers, or else nothing that would do; long arrays of integers were cut out before, as a rule."""
+def _integers(raw: Raw) -> object:
+    """An array of integers, or else nothing that would do. Long ones were cut out before, as a rule."""
     if len(raw) <= SMALL_BYTES:
         return _ANYTHING.decode(raw)
     try:

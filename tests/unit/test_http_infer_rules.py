@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from falcon import testing
 
+from common.config.schema import RouterConfig
+from common.model_info import ModelInfo
+from router.http import document, skeleton
 from tests.support.fake_service import MODEL, FakeTokenService, expected_token
 from tests.support.http_app import HttpApp, connect, serve
 from tests.support.infer_cases import INFER_CASES, InferCase, base, encode
@@ -45,6 +49,17 @@ def test_case(case):
     assert not http.log.records
 
 
+@pytest.mark.parametrize("case", INFER_CASES, ids=lambda case: case.name)
+def test_case_without_what_no_rule_speaks_of(case, monkeypatch):
+    """The way of very large bodies, with sizes at which every body is large."""
+    monkeypatch.setattr(document, "LARGE_BYTES", 0)
+    monkeypatch.setattr(skeleton, "SMALL_BYTES", 40)
+    http = HttpApp()
+    result = testing.TestClient(http.app).simulate_post(PATH, body=case.body)
+    where = case.where.removesuffix("[39999]").removesuffix("[0]") if "data" in case.where else case.where
+    check_answer(replace(case, where=where), result.status_code, result.content, http.service)
+
+
 def test_all_cases_through_a_real_server():
     async def run() -> None:
         http = HttpApp()
@@ -62,11 +77,10 @@ def test_all_cases_through_a_real_server():
 @pytest.mark.parametrize("num_ids", [3, 20_000, 300_000])
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\r\n\t", " : ")])
 def test_prompts_of_any_length_arrive_unchanged(num_ids, separators):
-    http = HttpApp()
-    big = http.settings.__class__(max_input_length=1_000_000)
-    http = HttpApp(settings=big)
-    roomy = MODEL.__class__(name="m", vocab_size=32000, max_model_len=400_000, max_position_embeddings=400_000)
-    http.service.models_known["m"] = roomy
+    http = HttpApp(settings=RouterConfig(max_input_length=1_000_000))
+    http.service.models_known["m"] = ModelInfo(
+        name="m", vocab_size=32000, max_model_len=400_000, max_position_embeddings=400_000
+    )
     ids = [(i * 7919) % 32000 for i in range(num_ids)]
     tensor = {"name": "input0", "data": ids, "datatype": "UINT32", "shape": [num_ids]}
     body = json.dumps(base(inputs=[tensor]), separators=separators).encode()
@@ -125,7 +139,7 @@ def test_output_is_bounded_by_settings_and_model(num_ids, asked, tokens):
 
 
 def test_output_is_bounded_by_what_the_prompt_leaves():
-    http = HttpApp(settings=HttpApp().settings.__class__(max_input_length=4000, max_iter_times=5000))
+    http = HttpApp(settings=RouterConfig(max_input_length=4000, max_iter_times=5000))
     tensor = {"name": "i", "shape": [2550], "datatype": "UINT32", "data": [5] * 2550}
     body = encode(base(inputs=[tensor], parameters={"max_new_tokens": 600}))
     result = testing.TestClient(http.app).simulate_post(PATH, body=body)

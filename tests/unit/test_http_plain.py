@@ -1,0 +1,198 @@
+"""What is asked with GET: health, metadata, configuration, metrics; and the lifespan."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from falcon import testing
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.api import ServiceCounts
+from router.http.metrics import MULTIPROCESS_VARIABLE
+from tests.support.fake_service import Script
+from tests.support.http_app import HttpApp
+from tests.support.infer_cases import base, encode
+
+PATH = "/v2/models/m/infer"
+
+
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/health", "/v2/models/m/ready"])
+def test_healthy(path):
+    result = testing.TestClient(HttpApp().app).simulate_get(path)
+    assert result.status_code == 200
+    assert isinstance(result.json, dict)
+
+
+@pytest.mark.parametrize("path", ["/v2/health/ready", "/health", "/v2/models/m/ready"])
+def test_not_ready_says_why(path):
+    http = HttpApp()
+    http.service.not_ready = "no live decode node for model m"
+    result = testing.TestClient(http.app).simulate_get(path)
+    assert result.status_code == 503
+    assert result.json == {"error": http.service.not_ready, "error_type": "Service Unavailable"}
+    assert result.headers["retry-after"] == "1"
+    assert testing.TestClient(http.app).simulate_get("/v2/health/live").status_code == 200
+
+
+@pytest.mark.parametrize("tail", ["", "/ready", "/config"])
+def test_an_unknown_model_is_not_found(tail):
+    result = testing.TestClient(HttpApp().app).simulate_get(f"/v2/models/nope{tail}")
+    assert (result.status_code, result.json["error_type"]) == (404, "NotFoundError")
+
+
+def test_server_metadata():
+    result = testing.TestClient(HttpApp().app).simulate_get("/v2")
+    assert result.json.keys() == {"name", "version", "extensions"}
+    assert (result.json["name"], result.json["version"]) == ("kvferry", "1.2.3")
+
+
+def test_model_metadata():
+    result = testing.TestClient(HttpApp().app).simulate_get("/v2/models/m")
+    assert result.json == {
+        "name": "m",
+        "platform": "kvferry",
+        "inputs": [{"name": "input0", "datatype": "UINT32", "shape": [1, -1]}],
+        "outputs": [{"name": "output0", "datatype": "UINT32", "shape": [1, -1]}],
+    }
+
+
+def test_model_config_tells_the_limits():
+    config = testing.TestClient(HttpApp().app).simulate_get("/v2/models/m/config").json
+    assert config["name"] == "m"
+    assert (config["max_model_len"], config["max_input_length"], config["max_prompt_tokens"]) == (2560, 2048, 2048)
+    assert (config["max_iter_times"], config["max_body_bytes"], config["vocab_size"]) == (512, 40_000_000, 32000)
+
+
+@pytest.mark.parametrize("path", ["/v2", "/v2/health/live", "/v2/models/m/config", "/v2/models/nope"])
+def test_head_is_get_without_the_body(path):
+    client = testing.TestClient(HttpApp().app)
+    head, get = client.simulate_head(path), client.simulate_get(path)
+    assert head.content == b""
+    assert (head.status_code, head.headers["content-length"]) == (get.status_code, str(len(get.content)))
+
+
+def samples(http: HttpApp) -> dict[str, float]:
+    """Values of the samples that have the label of model m; of histograms the count."""
+    result = testing.TestClient(http.app).simulate_get("/metrics")
+    assert result.status_code == 200
+    assert result.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for family in text_string_to_metric_families(result.text):
+        for sample in family.samples:
+            if sample.labels.get("model_name") == "m":
+                found[sample.name] = sample.value
+    return found
+
+
+NAMES = {
+    "request_received_total", "request_success_total", "request_failed_total", "num_requests_running",
+    "num_requests_waiting", "time_to_first_token_seconds_count", "time_per_output_token_seconds_count",
+    "e2e_request_latency_seconds_count", "npu_cache_usage_perc", "npu_prefix_cache_hit_rate", "num_preemptions_total",
+    "prompt_tokens_total", "generation_tokens_total",
+}  # fmt: skip
+
+
+def test_all_metrics_are_there_before_the_first_request():
+    found = samples(HttpApp())
+    assert found.keys() >= NAMES
+    assert all(found[name] == 0 for name in NAMES)
+
+
+def test_metrics_follow_the_requests():
+    http = HttpApp()
+    client = testing.TestClient(http.app)
+    body = encode(base(parameters={"max_new_tokens": 7}))
+    assert client.simulate_post(PATH, body=body).status_code == 200
+    http.service.script = Script(end_after=2, outcome="timeout")
+    assert client.simulate_post(PATH, body=body).status_code == 408
+    assert client.simulate_post(PATH, body=b"{").status_code == 422
+    assert client.simulate_post("/v2/models/nope/infer", body=b"{").status_code == 404
+    found = samples(http)
+    expected = {
+        "request_received_total": 3, "request_success_total": 1, "request_failed_total": 2, "num_requests_running": 0,
+        "num_requests_waiting": 0, "time_to_first_token_seconds_count": 2, "time_per_output_token_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2, "prompt_tokens_total": 6, "generation_tokens_total": 9,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_metrics_tell_what_the_nodes_tell():
+    http = HttpApp()
+    http.service.reported = ServiceCounts(
+        cache_usage={"m": 0.25}, prefix_hit_rate={"m": 0.5}, preemptions={"m": 4, "unknown": 1}
+    )
+    found = samples(http)
+    assert found["npu_cache_usage_perc"] == 0.25
+    assert found["npu_prefix_cache_hit_rate"] == 0.5
+    assert found["num_preemptions_total"] == 4
+
+
+async def _lifespan(http: HttpApp) -> list[str]:
+    told = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    sent: list[str] = []
+
+    async def receive():
+        return told.pop(0)
+
+    async def send(message) -> None:
+        sent.append(str(message["type"]))
+
+    await http.app({"type": "lifespan"}, receive, send)
+    return sent
+
+
+def test_lifespan_starts_and_stops_what_was_given():
+    http = HttpApp()
+    assert asyncio.run(_lifespan(http)) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    assert http.events == ["startup", "shutdown"]
+
+
+def test_a_failed_startup_is_told_to_the_server():
+    http = HttpApp(startup_error=OSError("address in use"))
+    assert asyncio.run(_lifespan(http)) == ["lifespan.startup.failed"]
+    assert http.events == ["startup"]
+    assert http.log.records[0].exc_info is not None
+
+
+def test_a_websocket_is_turned_away():
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message) -> None:
+        sent.append(message["type"])
+
+    asyncio.run(HttpApp().app({"type": "websocket"}, receive, send))
+    assert sent == ["websocket.close"]
+
+
+_WORKER = """
+import os, sys
+from prometheus_client import CollectorRegistry
+from router.api import Usage
+from router.http.metrics import metrics_from_environment
+metrics = metrics_from_environment(os.environ, CollectorRegistry())
+for _ in range(int(sys.argv[1])):
+    metrics.received("m")
+    metrics.submitted("m")
+    metrics.first_token("m", 0.1)
+    metrics.generated("m", Usage(3, 4), 1.0, 0.5)
+assert metrics.reads_files
+sys.stdout.buffer.write(metrics.render())
+"""
+
+
+def test_any_worker_tells_the_numbers_of_all(tmp_path):
+    """Two processes as under gunicorn: the second one's answer has the first one's requests in it."""
+    environment = {**os.environ, MULTIPROCESS_VARIABLE: str(tmp_path)}
+    for count in (2, 3):
+        command = [sys.executable, "-c", _WORKER, str(count)]
+        text = subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout.decode()
+    found = {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert found["request_received_total"] == 5
+    assert found["num_requests_running"] == 5
+    assert found["generation_tokens_total"] == 20
+    assert found["time_to_first_token_seconds_count"] == 5
