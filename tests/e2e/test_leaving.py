@@ -1,0 +1,104 @@
+"""Clients that leave and deadlines that pass: work stops on every node, and nothing stays held."""
+
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.conftest import Serve
+from tests.support.cluster import tokens_of
+from tests.support.infer_cases import VOCAB_SIZE
+from tests.support.node_watch import NodeWatch
+from tests.support.raw_stream import RawRequest
+from tests.support.serve import Served, wait_until
+from tests.support.tiny_llama import random_prompt
+
+pytestmark = pytest.mark.e2e
+NODES = ("prefill-0", "decode-0")
+LONG = 2400
+"""Tokens of a generation that nobody waits for."""
+
+
+@pytest.fixture(scope="module")
+def long_served(serve: Serve) -> Iterator[Served]:
+    """A cluster whose generations may be long."""
+    with serve(settings={"router.max_iter_times": LONG}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def watch(long_served: Served) -> Iterator[NodeWatch]:
+    with NodeWatch(long_served.members_endpoint()) as watch:
+        yield watch
+
+
+def decode_steps(watch: NodeWatch) -> int:
+    return watch.views()["decode-0"].steps_done
+
+
+def logged_end(served: Served, client_id: str) -> tuple[int, int, str]:
+    """Status, generated tokens and outcome of a request, as the access log says when it is over."""
+    pattern = rf"infer (\d+) \[.*client_id={client_id} .*completion_tokens=(\d+) outcome=(\w+)"
+    wait_until(lambda: re.search(pattern, served.log()) is not None, f"{client_id} is over")
+    found = re.search(pattern, served.log())
+    assert found is not None
+    return int(found[1]), int(found[2]), found[3]
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@pytest.mark.parametrize("streamed", [False, True], ids=["unary", "stream"])
+def test_client_leaves(long_served: Served, watch: NodeWatch, streamed: bool, how: str) -> None:
+    watch.wait_idle(*NODES)
+    before = decode_steps(watch)
+    client_id = f"leaver-{streamed}-{how}"
+    prompt = random_prompt(3, 100, VOCAB_SIZE)
+    with RawRequest(long_served, prompt, streamed=streamed, max_new_tokens=LONG, id=client_id) as request:
+        if streamed:
+            assert request.status() == 200
+            request.events(3)
+        wait_until(lambda: watch.views()["decode-0"].load.running_requests == 1, "it is decoded")
+        if how == "reset":
+            request.reset()
+    status, completed, outcome = logged_end(long_served, client_id)
+    assert (status, outcome) == (499, "cancelled")
+    assert 0 < completed < LONG
+    watch.wait_idle(*NODES)
+    assert decode_steps(watch) - before < LONG
+
+
+def test_client_leaves_before_its_body_is_whole(long_served: Served, watch: NodeWatch) -> None:
+    failed = long_served.metrics()["request_failed_total"]
+    head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", long_served.port)) as client:
+        client.sendall(head + b'{"inputs"')
+    wait_until(lambda: long_served.metrics()["request_failed_total"] == failed + 1, "the one that left is counted")
+    watch.wait_idle(*NODES)
+
+
+def test_deadline_passes(long_served: Served, watch: NodeWatch) -> None:
+    watch.wait_idle(*NODES)
+    before = decode_steps(watch)
+    with long_served.client() as http:
+        answer = http.post(
+            "/v2/models/m/infer",
+            json={
+                "inputs": [{"name": "input0", "shape": [1, 3], "datatype": "UINT32", "data": [1, 2, 3]}],
+                "outputs": [{"name": "output0"}],
+                "parameters": {"max_new_tokens": LONG, "timeout": 1},
+            },
+        )
+    assert answer.status_code == 408
+    assert answer.json()["error_type"] == "Request Timeout"
+    watch.wait_idle(*NODES)
+    assert decode_steps(watch) - before < LONG
+
+
+def test_deadline_passes_in_a_stream(long_served: Served, watch: NodeWatch) -> None:
+    with RawRequest(long_served, [1, 2, 3], streamed=True, max_new_tokens=LONG, timeout=1) as request:
+        assert request.status() == 200
+        events = request.events()
+    assert 0 < len(tokens_of(events)) < LONG
+    assert events[-1]["finish_reason"] == "timeout"
+    assert events[-1]["error_type"] == "Request Timeout"
+    watch.wait_idle(*NODES)

@@ -1,0 +1,96 @@
+"""Looks at the nodes of a running cluster as one more router worker that asks for nothing: their published loads."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from common.clock import MonotonicClock
+from common.config.protocol import Limits, Timers
+from common.protocol.messages import Load
+from common.state.links import LinkState
+from common.transport.context import TransportContext
+from router.service import RouterService, ServiceSettings
+from tests.support.serve import wait_until
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """What a node said last."""
+
+    state: LinkState
+    said: tuple[str, int]
+    """Which Status of which process life this is."""
+    steps_done: int
+    work_waiting: bool
+    load: Load
+
+    @property
+    def is_idle(self) -> bool:
+        """Holds nothing for anybody."""
+        load = self.load
+        quiet = not self.work_waiting and load.waiting_requests == load.running_requests == load.reserved_blocks == 0
+        return self.state is LinkState.ALIVE and quiet and load.free_blocks == load.total_blocks
+
+
+class NodeWatch:
+    """A worker's service in a thread of its own; use it as a context manager."""
+
+    def __init__(self, announcements: str) -> None:
+        self._context = TransportContext()
+        settings = ServiceSettings("watch", Timers(), Limits(), announcements=announcements)
+        self._service = RouterService(settings, MonotonicClock(), self._context, logging.getLogger("tests.watch"))
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="node-watch", daemon=True)
+
+    def __enter__(self) -> "NodeWatch":
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._service.start(), self._loop).result(30.0)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._service.stop(), self._loop).result(30.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(30.0)
+        self._loop.close()
+        self._context.close()
+
+    def views(self) -> dict[str, NodeView]:
+        """Node name -> what it said last, of the nodes that said anything."""
+        return self._ask(self._views)
+
+    def wait_idle(self, *names: str, what: str = "every node is idle", deadline_s: float = 30.0) -> None:
+        """Until these nodes say, from now on, that they hold nothing."""
+        before = {name: view.said for name, view in self.views().items()}
+
+        def idle() -> bool:
+            views = self.views()
+            return all(name in views and views[name].is_idle and views[name].said != before.get(name) for name in names)
+
+        try:
+            wait_until(idle, what, deadline_s)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.views()}") from None
+
+    def _views(self) -> dict[str, NodeView]:
+        views: dict[str, NodeView] = {}
+        for link in self._service.core.links.links.values():
+            if link.welcome is None or link.status is None:
+                continue
+            status = link.status
+            said = (str(link.peer), status.status_no)
+            seen = NodeView(link.state, said, status.steps_done, status.work_waiting, status.load)
+            known = views.get(link.welcome.name)
+            if known is None or seen.state is LinkState.ALIVE:  # an earlier life has the same name
+                views[link.welcome.name] = seen
+        return views
+
+    def _ask(self, function: Callable[[], T]) -> T:
+        async def run() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30.0)
