@@ -97,6 +97,15 @@ class Request:
         self.output_token_ids.extend(fresh)
         return fresh
 
+    def wanted_at(self) -> list[tuple[Incarnation, bool]]:
+        """The nodes that shall have the present attempt, and whether each one is expected to have it by now."""
+        if self.state is RequestState.HANDED and self.decode is not None:
+            return [(self.decode, True)]
+        if self.state is RequestState.PLACED and self.plan is not None:
+            others = [c.incarnation for c in self.plan.candidates if c.incarnation != self.plan.prefill]
+            return [(self.plan.prefill, True), *((peer, False) for peer in others)]
+        return []
+
     def check_invariants(self) -> None:
         """Raises InvariantError when state and plan disagree."""
         placed = self.state in (RequestState.PLACED, RequestState.HANDED)

@@ -1,0 +1,174 @@
+"""What nodes report of requests, and what follows from it. Pure.
+
+Only the current attempt counts, and only from the node that the attempt is at; the rest changes nothing.
+PROTOCOL rules 3, 14, 27, 29, 34.
+"""
+
+from dataclasses import dataclass
+
+from common.config.protocol import Limits
+from common.errors import GenerationError, KvferryError, OverloadedError
+from common.ids import Incarnation
+from common.protocol.messages import FirstToken, Gone, HandedOver, HandoverFailed, Status, Tokens, TokensEntry
+from common.state.actions import Send
+from common.state.links import Link, LinkTable
+from router.api import Outcome, TokensEvent
+from router.core.effects import Deliver, Effect
+from router.core.lists import Lists
+from router.core.planner import Planner
+from router.core.request import Request
+from router.core.requests import RequestTable
+from router.core.table import RequestEvent, RequestState
+
+Report = FirstToken | HandedOver | HandoverFailed | Gone
+
+
+@dataclass(slots=True)
+class Reports:
+    """Turns messages into moves of requests."""
+
+    requests: RequestTable
+    lists: Lists
+    links: LinkTable
+    planner: Planner
+    limits: Limits
+
+    # -- tokens
+
+    def on_status(self, link: Link, sender: Incarnation, message: Status, now: float) -> None:
+        """Load, progress, and the number of the last Tokens: a lost last message is seen by it."""
+        self.links.on_status(link, message, now)
+        self.planner.on_status(sender)
+        if message.link_seq > link.link_seq:
+            link.link_seq = message.link_seq
+            self._ask_again(sender)
+
+    def on_tokens(self, link: Link, sender: Incarnation, message: Tokens, now: float) -> list[Effect]:
+        """A step's tokens of all requests there."""
+        if message.link_seq > link.link_seq + 1:
+            self._ask_again(sender)
+        link.link_seq = max(link.link_seq, message.link_seq)
+        effects: list[Effect] = []
+        for entry in message.entries:
+            request = self.requests.current(entry.request_id, entry.attempt)
+            if request is not None:
+                effects += self._on_entry(request, sender, entry, now)
+        return effects
+
+    def _ask_again(self, sender: Incarnation) -> None:
+        for request in self.requests:
+            if request.decode == sender:
+                request.resend = True
+        self.lists.hurry(sender)
+
+    def _on_entry(self, request: Request, sender: Incarnation, entry: TokensEntry, now: float) -> list[Effect]:
+        assert request.plan is not None
+        if request.decode is None and (request.plan.names(sender) or request.plan.prefill == sender):
+            self.requests.own(request, RequestEvent.DECODE_TOKENS, sender, now)
+        if request.decode != sender:
+            return []
+        if entry.error is not None:
+            return self.requests.end(request, "error", GenerationError(entry.error), now, "generation failed")
+        request.cached_tokens = max(request.cached_tokens, entry.cached_tokens)
+        return self._take(request, sender, entry.first_index, entry.token_ids, entry.finish, now)
+
+    def _take(
+        self,
+        request: Request,
+        sender: Incarnation,
+        first_index: int,
+        token_ids: tuple[int, ...],
+        finish: str | None,
+        now: float,
+    ) -> list[Effect]:
+        index = request.next_index
+        fresh = request.take(first_index, token_ids)
+        if fresh is None:
+            request.resend = True
+            self.lists.hurry(sender)
+            return []
+        request.resend = False
+        effects: list[Effect] = []
+        if fresh:
+            request.setbacks = 0
+            if request.made_progress:
+                request.losses = request.crashes = 0
+            effects.append(Deliver(request.request_id, TokensEvent(index, fresh)))
+        if finish is not None and first_index + len(token_ids) == request.next_index:
+            outcome: Outcome = "stop" if finish == "stop" else "length"
+            effects += self.requests.end(request, outcome, None, now, finish)
+        return effects
+
+    # -- hand-over
+
+    def on_report(self, sender: Incarnation, message: Report, now: float) -> list[Effect]:
+        """What a node says of one attempt."""
+        request = self.requests.current(message.request_id, message.attempt)
+        if request is None or request.plan is None:
+            return []
+        from_prefill = sender == request.plan.prefill
+        match message:
+            case FirstToken() if from_prefill:
+                request.machine.move(RequestEvent.FIRST_TOKEN, now)
+                request.cached_tokens = max(request.cached_tokens, message.cached_tokens)
+                return self._take(request, sender, message.index, (message.token_id,), message.finish, now)
+            case HandedOver() if from_prefill and request.decode is None:
+                self.requests.own(request, RequestEvent.HANDED_OVER, message.decode, now)
+                if self.links.peer(message.decode) is None:
+                    return self.requests.loss(request, now, crashed=False, why="the decode node is gone")
+            case HandoverFailed() if from_prefill and request.decode is None:
+                return self._on_handover_failed(request, message, now)
+            case Gone():
+                return self._on_gone(request, sender, message, now)
+        return []
+
+    def _on_handover_failed(self, request: Request, message: HandoverFailed, now: float) -> list[Effect]:
+        assert request.plan is not None
+        detail = message.detail or message.reason
+        if not message.retryable:
+            error = GenerationError(detail) if message.reason == "generation" else KvferryError(detail)
+            return self.requests.end(request, "error", error, now, message.reason)
+        if message.reason == "overloaded" and request.attempt == 1:
+            return self.requests.end(request, "error", OverloadedError(detail), now, message.reason)
+        if message.commit_sent or message.reason == "lost":
+            if message.decode is not None:
+                self.planner.penalise(request.plan.prefill, message.decode, now)
+            request.losses += 1
+            if request.losses >= self.limits.max_attempts:
+                error = KvferryError(f"hand-over failed: {detail}")
+                return self.requests.end(request, "error", error, now, "too many losses")
+        return self.requests.setback(request, RequestEvent.HANDOVER_FAILED, now)
+
+    def _on_gone(self, request: Request, sender: Incarnation, message: Gone, now: float) -> list[Effect]:
+        assert request.plan is not None
+        if request.decode is not None:
+            if sender != request.decode:
+                return []
+            if message.reason == "given_back":
+                request.times_preempted += 1
+                return self.requests.setback(request, RequestEvent.GIVEN_BACK, now)
+            why = message.detail or "the decode node no longer has it"
+            return self.requests.loss(request, now, crashed=False, why=why)
+        if sender != request.plan.prefill:
+            return []
+        if message.reason == "never_known":
+            request.machine.move(RequestEvent.NEVER_KNOWN, now)
+            return [Send(sender, self.planner.job(request, request.plan, now))]
+        if message.reason == "given_back":
+            return self.requests.setback(request, RequestEvent.LOST, now)
+        why = message.detail or "the prefill node no longer has it"
+        return self.requests.loss(request, now, crashed=False, why=why)
+
+    # -- deaths
+
+    def on_node_lost(self, peer: Incarnation, now: float) -> list[Effect]:
+        """A life has ended: what was there is planned again."""
+        self.planner.forget(peer)
+        self.lists.forget(peer)
+        effects: list[Effect] = []
+        for request in self.requests:
+            if request.state is RequestState.HANDED and request.decode == peer:
+                effects += self.requests.loss(request, now, crashed=True, why="the decode node died")
+            elif request.state is RequestState.PLACED and request.plan is not None and request.plan.prefill == peer:
+                effects += self.requests.loss(request, now, crashed=False, why="the prefill node died")
+        return effects

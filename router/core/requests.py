@@ -1,0 +1,177 @@
+"""The requests of a router worker: how they come, wait, are planned, fall back, and end once. Pure.
+
+Only what moves a request is here; who says what is in `reports.py`, what nodes are told regularly in `lists.py`.
+PROTOCOL rules 3, 31, 33 to 35.
+"""
+
+import heapq
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.config.protocol import Limits, Timers
+from common.errors import InvariantError, KvferryError
+from common.ids import Incarnation, RequestId
+from common.protocol.messages import Cancel
+from common.state.actions import Send
+from common.state.links import LinkTable
+from router.api import EndEvent, GenerateRequest, Outcome, Usage
+from router.core.effects import Effect, Finish
+from router.core.planner import Planner
+from router.core.request import Request
+from router.core.table import RequestEvent, RequestState
+
+COMPACT_AT = 256
+
+
+@dataclass(slots=True)
+class RequestTable:
+    """All requests that have not ended. Methods return what is to be done, in order."""
+
+    links: LinkTable
+    planner: Planner
+    timers: Timers
+    limits: Limits
+    rng: random.Random
+    by_id: dict[RequestId, Request] = field(default_factory=dict)
+    _waiting: dict[RequestId, None] = field(default_factory=dict)
+    _deadlines: list[tuple[float, RequestId]] = field(default_factory=list)
+    """A heap; those of ended requests go when they surface or are too many."""
+
+    def __iter__(self) -> Iterator[Request]:
+        """A copy: requests may end meanwhile."""
+        return iter(list(self.by_id.values()))
+
+    def get(self, request_id: RequestId) -> Request | None:
+        """None: it never was here, or has ended."""
+        return self.by_id.get(request_id)
+
+    def current(self, request_id: RequestId, attempt: int) -> Request | None:
+        """The request, if this is the attempt under way: whatever concerns another one changes nothing."""
+        request = self.by_id.get(request_id)
+        if request is None or request.attempt != attempt or request.state is RequestState.WAITING:
+            return None
+        return request
+
+    # -- forward
+
+    def accept(self, asked: GenerateRequest, now: float) -> list[Effect]:
+        """A request that was admitted."""
+        request = Request.new(
+            asked.request_id, asked.model, asked.prompt_token_ids, asked.sampling, asked.priority, now, asked.timeout_s
+        )
+        self.by_id[request.request_id] = request
+        heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._compact()
+        self._waiting[request.request_id] = None
+        return self._try_plan(request, now)
+
+    def own(self, request: Request, event: RequestEvent, decode: Incarnation, now: float) -> None:
+        """A decode node answers for the attempt from now on."""
+        request.machine.move(event, now)
+        request.decode = decode
+        request.decode_name = self._node_name(decode)
+
+    def _try_plan(self, request: Request, now: float) -> list[Effect]:
+        plan = self.planner.plan(request, now)
+        if plan is None:
+            request.not_before = now + self.timers.backoff_min_s
+            return []
+        request.attempt += 1
+        request.base_index = request.next_index
+        request.plan, request.decode, request.resend = plan, None, False
+        request.machine.move(RequestEvent.PLAN, now)
+        self._waiting.pop(request.request_id, None)
+        request.prefill_name = self._node_name(plan.prefill)
+        return [Send(plan.prefill, self.planner.job(request, plan, now))]
+
+    def _node_name(self, peer: Incarnation) -> str:
+        link = self.links.peer(peer)
+        return link.welcome.name if link is not None and link.welcome is not None else ""
+
+    # -- back
+
+    def setback(self, request: Request, event: RequestEvent, now: float) -> list[Effect]:
+        """A refusal or a preemption: costs no attempt, is spaced by a growing backoff."""
+        request.setbacks += 1
+        backoff = min(self.timers.backoff_max_s, self.timers.backoff_min_s * 2 ** min(request.setbacks - 1, 10))
+        return self._back_to_waiting(request, event, backoff, now)
+
+    def loss(self, request: Request, now: float, *, crashed: bool, why: str) -> list[Effect]:
+        """A node lost the attempt: plan again, unless losses without any progress say that it is hopeless."""
+        request.losses += 1
+        request.crashes += crashed
+        if request.losses >= self.limits.max_attempts or request.crashes >= self.limits.crash_limit:
+            text = f"lost {request.losses} times in a row without a new token, last: {why}"
+            return self.end(request, "error", KvferryError(text), now, "too many losses")
+        return self._back_to_waiting(request, RequestEvent.LOST, self.rng.random() * self.timers.replan_jitter_s, now)
+
+    def _back_to_waiting(self, request: Request, event: RequestEvent, delay_s: float, now: float) -> list[Effect]:
+        effects = self._cancels(request, "re-planned")
+        request.machine.move(event, now)
+        request.decode = None
+        request.not_before = now + delay_s
+        self._waiting[request.request_id] = None
+        return effects
+
+    # -- the end
+
+    def end(self, request: Request, outcome: Outcome, error: Exception | None, now: float, why: str) -> list[Effect]:
+        """The one end of a request; whatever comes later finds it no more."""
+        effects = [] if outcome in ("stop", "length") else self._cancels(request, why)
+        request.machine.move(RequestEvent.END, now)
+        del self.by_id[request.request_id]
+        self._waiting.pop(request.request_id, None)
+        usage = Usage(len(request.prompt_token_ids), request.next_index, request.cached_tokens)
+        end = EndEvent(outcome, usage, request.prefill_name, request.decode_name, error)
+        return [*effects, Finish(request.request_id, end)]
+
+    def end_all(self, error: Exception, now: float, why: str) -> list[Effect]:
+        """End whatever is left."""
+        effects: list[Effect] = []
+        for request in self:
+            effects += self.end(request, "error", error, now, why)
+        return effects
+
+    def _cancels(self, request: Request, why: str) -> list[Effect]:
+        """Best effort: the next list says the same."""
+        message = Cancel(request_id=request.request_id, attempt=request.attempt, reason=why)
+        return [
+            Send(peer, message)
+            for peer, _ in request.wanted_at()
+            if (link := self.links.peer(peer)) is not None and link.up
+        ]
+
+    # -- time
+
+    def tick(self, now: float) -> list[Effect]:
+        """Deadlines that passed, plans that are due."""
+        effects: list[Effect] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self.by_id.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                effects += self.end(request, "timeout", None, now, "deadline")
+        for request_id in list(self._waiting):
+            request = self.by_id[request_id]
+            if request.not_before <= now:
+                effects += self._try_plan(request, now)
+        return effects
+
+    def _compact(self) -> None:
+        if len(self._deadlines) > COMPACT_AT + 2 * len(self.by_id):
+            self._deadlines = [due for due in self._deadlines if due[1] in self.by_id]
+            heapq.heapify(self._deadlines)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when the tables disagree."""
+        for request_id, request in self.by_id.items():
+            request.check_invariants()
+            if request.request_id != request_id or request.state is RequestState.ENDED:
+                raise InvariantError(f"request {request_id} should not be in the table")
+            if (request.state is RequestState.WAITING) != (request_id in self._waiting):
+                raise InvariantError(f"request {request_id} is {request.state.name} but the waiting list disagrees")
+        if any(request_id not in self.by_id for request_id in self._waiting):
+            raise InvariantError("an ended request is still waiting")
+        due = {request_id for _, request_id in self._deadlines}
+        if any(request_id not in due for request_id in self.by_id):
+            raise InvariantError("a request has no deadline")

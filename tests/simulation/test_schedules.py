@@ -1,0 +1,49 @@
+"""Schedules of every profile through the real cores; the command line runs thousands more."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation.draw import draw_plan
+from tests.simulation.profiles import PROFILES
+from tests.simulation.run import Run, run_plan
+
+SEEDS_PER_PROFILE = 10
+SEEDS_OF_ALL = 60
+
+
+@pytest.mark.parametrize("profile", [name for name in PROFILES if name not in ("all", "quick")])
+def test_schedules_of_one_kind_of_fault(profile):
+    for seed in range(SEEDS_PER_PROFILE):
+        run_plan(draw_plan(seed, profile))
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS_OF_ALL, 20))
+def test_schedules_of_all_faults_together(first):
+    for seed in range(first, first + 20):
+        run_plan(draw_plan(seed, "all"))
+
+
+def test_cores_keep_their_invariants_after_every_single_event():
+    for seed in range(3):
+        run_plan(draw_plan(seed, "quick"), check_every=1)
+
+
+def test_the_same_seed_is_the_same_run_to_the_last_event():
+    def story(seed: int) -> list[str]:
+        told: list[str] = []
+        run = Run(draw_plan(seed, "all"))
+        run.world.trace = lambda process, what: told.append(f"{run.world.loop.now()} {process.host} {what}")
+        run.run()
+        return told
+
+    assert story(7) == story(7)
+    assert story(7) != story(8)
+
+
+def test_a_schedule_without_one_of_its_deeds_is_a_schedule_too():
+    """What shrinking rests on."""
+    plan = draw_plan(3, "quick")
+    for leave_out in range(len(plan.deeds)):
+        deeds = plan.deeds[:leave_out] + plan.deeds[leave_out + 1 :]
+        run_plan(replace(plan, deeds=deeds))
