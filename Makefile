@@ -5,6 +5,7 @@
 #   make serve    the same cluster until Ctrl-C; ARGS="--port 8000" and the like are passed on
 #   make check    lint, format, types, import rules
 #   make test     check, then every test
+#   make test-npu the NPU code against the real torch_npu, in an environment of its own; needs no NPU
 #   make clean    remove what the others made here; the model stays in the user's cache
 #
 # PIP_ARGS goes to every pip install, TORCH says which torch. PyTorch's CPU build, for example:
@@ -27,7 +28,7 @@ IMPORTED := torch, gguf, tokenizers, falcon.asgi, gunicorn.app.wsgiapp, uvicorn_
 	httpx, jinja2
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup model demo serve check test clean
+.PHONY: setup model demo serve check test test-npu clean
 
 setup: $(DEV) model
 
@@ -63,6 +64,9 @@ check: $(DEV)
 test: setup check
 	$(BIN)/python -m pytest
 
+test-npu:
+	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) -m ops.npu.check
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-npu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -94,8 +94,6 @@ class NodeStatus:
 class ServiceCounts:
     """Gauges for /metrics, of this instant, of this worker."""
 
-    running: int = 0
-    waiting: int = 0
     cache_usage: dict[str, float] = field(default_factory=dict)
     """Model name -> used share of the decode nodes' blocks, 0 to 1."""
     prefix_hit_rate: dict[str, float] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class TokenService(Protocol):
     """What stands behind the HTTP layer."""
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that was ever known (configured or told by a node); None: 404."""
+        """A model that a node told of at any time; None: 404. UnavailableError (503): configured, not told of yet."""
         ...
 
     def models(self) -> tuple[ModelInfo, ...]:

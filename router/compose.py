@@ -16,6 +16,9 @@ from router.http.metrics import RouterMetrics
 from router.http.shell import AsgiShell
 from router.service import RouterService, ServiceSettings
 
+START_WAIT_S = 3.0
+"""Several announcements: a cluster that is up is found within one."""
+
 
 def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
     """The ASGI application of a worker. Its service starts with the worker's lifespan and drains at SIGTERM."""
@@ -28,6 +31,8 @@ def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
         limits=config.limits,
         static_nodes=config.router.nodes,
         announcements=config.discovery.proxy_workers,
+        start_wait_s=START_WAIT_S,
+        configured_models=(config.model.name,) if config.model.name else (),
     )
     service = RouterService(settings, clock, context, log)
 

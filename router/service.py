@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.clock import Clock
 from common.config.protocol import Limits, Timers
+from common.errors import UnavailableError
 from common.ids import RequestId, new_incarnation
 from common.model_info import ModelInfo
 from common.protocol.messages import Announce, Envelope
@@ -25,7 +26,6 @@ from router.api import GenerateRequest, NodeState, NodeStatus, ServiceCounts, To
 from router.async_watcher import AsyncWatcher
 from router.core.core import RouterCore
 from router.core.effects import Deliver, Effect, Finish
-from router.core.table import RequestState
 from router.stream import QueuedStream
 
 TICK_S = 0.05
@@ -50,6 +50,10 @@ class ServiceSettings:
     static_nodes: tuple[str, ...] = ()
     announcements: str = ""
     """The endpoint of this host's proxy for workers; empty: static nodes only."""
+    start_wait_s: float = 0.0
+    """How long `start` waits for a first pair of nodes: a new worker shall not refuse what others would serve."""
+    configured_models: tuple[str, ...] = ()
+    """Names that are known before any node tells of them: 503 until then, not 404."""
 
 
 class RouterService:
@@ -74,12 +78,19 @@ class RouterService:
         """Draw the incarnation, open the sockets, begin to tick."""
         own = new_incarnation()
         self._watcher = AsyncWatcher(asyncio.get_running_loop())
-        self._links = ClientLinks(self._context, own, self._settings.limits, self._watcher, self.on_event, self._log)
+        self._links = ClientLinks(
+            self._context, own, self._settings.limits, self._settings.timers, self._watcher, self.on_event, self._log
+        )
         for endpoint in self._settings.static_nodes:
             self._perform(self._core.add_static(endpoint, self._clock.now()))
         if self._settings.announcements:
             self._listen(self._settings.announcements)
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        await self._first_pair(self._clock.now() + self._settings.start_wait_s)
+
+    async def _first_pair(self, until: float) -> None:
+        while self._core.not_ready_reason(None) is not None and self._clock.now() < until:
+            await asyncio.sleep(TICK_S)
 
     def _listen(self, endpoint: str) -> None:
         self._listener = AnnouncementListener(self._context, self._settings.limits)
@@ -132,8 +143,11 @@ class RouterService:
     # -- what the HTTP layer asks
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that was ever known; None: 404."""
-        return self._core.models.get(name)
+        """A model that was ever known; None: 404. UnavailableError: a configured one that no node told of yet."""
+        found = self._core.models.get(name)
+        if found is None and name in self._settings.configured_models:
+            raise UnavailableError(f"no node serves the model {name} yet")
+        return found
 
     def models(self) -> tuple[ModelInfo, ...]:
         """All models ever known."""
@@ -173,8 +187,6 @@ class RouterService:
 
     def counts(self) -> ServiceCounts:
         """Gauges of this instant."""
-        requests = self._core.requests.values()
-        running = sum(1 for request in requests if request.next_index or request.state is RequestState.HANDED)
         usage: dict[str, float] = {}
         hits: dict[str, float] = {}
         preemptions: dict[str, int] = {}
@@ -190,7 +202,7 @@ class RouterService:
             usage[model] = 1.0 - free / total if total else 0.0
             hits[model] = sum(load.prefix_hit_tokens for _, load in loads) / prompt if prompt else 0.0
             preemptions[model] = sum(load.preemptions for _, load in loads)
-        return ServiceCounts(running, len(self._core.requests) - running, usage, hits, preemptions)
+        return ServiceCounts(usage, hits, preemptions)
 
     # -- the shell
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from common.clock import Clock, MonotonicClock
-from common.config.protocol import Limits
+from common.config.protocol import Limits, Timers
 from common.errors import InvariantError
 from common.ids import Incarnation, TransferKey
 from common.kv_transfer.expectations import Expectations
@@ -23,7 +23,7 @@ from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkMonitor
 from common.transport.node_socket import NodeSocket
-from common.transport.options import Security, SocketOptions
+from common.transport.options import DEFAULT_TIMERS, Security, SocketOptions
 from common.transport.poll_loop import PollLoop
 from common.transport.wakeup import Inbox, Wakeup
 
@@ -50,6 +50,7 @@ class ZmqKvMover:
         window: Window = WINDOW,
         security: Security | None = None,
         clock: Clock | None = None,
+        timers: Timers = DEFAULT_TIMERS,
     ) -> None:
         """`activate` binds the KV thread to the device whose memory `cache` is in."""
         self._context = context
@@ -61,7 +62,7 @@ class ZmqKvMover:
         self._post = post
         self._clock = clock or MonotonicClock()
         # High-water marks above the window: it is the window that bounds, not a connection that stops to read.
-        self._options = SocketOptions.kv(limits, high_water=2 * window.num_pieces)
+        self._options = SocketOptions.kv(limits, 2 * window.num_pieces, timers)
         self._wakeup = Wakeup()
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()

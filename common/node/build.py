@@ -103,8 +103,10 @@ class NodeBuilder:
                 allow_remote=settings.allow_remote,
                 checksum=settings.checksum,
                 activate=self._device.activate_thread,
+                timers=around.timers,
             ),
             limits=around.limits,
+            timers=around.timers,
             clock=around.clock,
             log=around.log,
         )

@@ -20,7 +20,6 @@ from common.config.resolve import NodeSettings, resolve_node
 from common.config.schema import ClusterConfig, Role
 from common.device.select import select_device
 from common.errors import KvferryError, ModelLoadError
-from common.log import setup_logging
 from common.models.load import load_model
 from common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
 from common.node.shell import NodeShell
@@ -33,8 +32,10 @@ START_TIMEOUT_S = 60.0
 
 
 def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
-    """Serve one role until told to end. Returns the exit code; raises KvferryError when it cannot start."""
-    setup_logging(config.log, role)
+    """Serve one role until told to end. Logging is set up by the caller.
+
+    Returns the exit code; raises KvferryError when it cannot start.
+    """
     log = logging.getLogger(f"kvferry.{role}")
     settings = _named(resolve_node(config, role, probe_host()))
     started = time.monotonic()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.clock import Clock
-from common.config.protocol import Limits
+from common.config.protocol import Limits, Timers
 from common.errors import InvariantError, ProtocolError
 from common.ids import Incarnation
 from common.kv_transfer.interface import KvMover
@@ -65,6 +65,7 @@ class NodeParts:
     engine: Callable[[Callable[[Event], None]], EngineThread]
     kv: Callable[[Callable[[Event], None]], KvMover]
     limits: Limits
+    timers: Timers
     clock: Clock
     log: logging.Logger
 
@@ -79,11 +80,12 @@ class NodeShell:
         self._wakeup = Wakeup()
         self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()
-        self._socket = NodeSocket(parts.context, SocketOptions.control(parts.limits))
+        self._socket = NodeSocket(parts.context, SocketOptions.control(parts.limits, parts.timers))
         self._links = ClientLinks(
             parts.context,
             parts.incarnation,
             parts.limits,
+            parts.timers,
             PollWatcher(self._loop, self._inbox.put),
             self._take,
             parts.log,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from common.config.protocol import Limits
+from common.config.protocol import Limits, Timers
 from common.errors import ConfigError, ProtocolError
 from common.ids import Incarnation
 from common.protocol.messages import Envelope, Message
@@ -59,6 +59,7 @@ class ClientLinks:
         context: TransportContext,
         own: Incarnation,
         limits: Limits,
+        timers: Timers,
         watcher: Watcher,
         on_event: Callable[[Event], None],
         log: logging.Logger,
@@ -66,7 +67,7 @@ class ClientLinks:
         self._context = context
         self._own = own
         self._limits = limits
-        self._options = SocketOptions.control(limits)
+        self._options = SocketOptions.control(limits, timers)
         self._watcher = watcher
         self._on_event = on_event
         self._log = log

@@ -7,12 +7,15 @@ from typing import Protocol
 import zmq
 
 from common.config.endpoints import Endpoint, parse_endpoint
-from common.config.protocol import Limits
+from common.config.protocol import Limits, Timers
 from common.errors import ConfigError
 from common.transport.context import TransportContext
 from common.transport.probe import ProbeResult, probe
 
 _IPC_PROBE_S = 0.5
+
+
+DEFAULT_TIMERS = Timers()
 
 
 class Security(Protocol):
@@ -46,21 +49,29 @@ class SocketOptions:
     """Frames go out without a copy and come in as memoryviews: for KV bytes. Pays off from 64 KiB on."""
 
     @classmethod
-    def control(cls, limits: Limits) -> "SocketOptions":
+    def control(cls, limits: Limits, timers: Timers = DEFAULT_TIMERS) -> "SocketOptions":
         """For control sockets."""
         return cls(
             high_water=limits.control_high_water,
             max_frame_bytes=max(limits.header_max_bytes, limits.job_ids_max_bytes),
             outbox_messages=limits.outbox_messages,
+            heartbeat_s=timers.link_heartbeat_s,
+            heartbeat_timeout_s=timers.link_timeout_s,
+            reconnect_min_s=timers.reconnect_min_s,
+            reconnect_max_s=timers.reconnect_max_s,
         )
 
     @classmethod
-    def kv(cls, limits: Limits, high_water: int) -> "SocketOptions":
+    def kv(cls, limits: Limits, high_water: int, timers: Timers = DEFAULT_TIMERS) -> "SocketOptions":
         """For KV sockets: few large messages."""
         return cls(
             high_water=high_water,
             max_frame_bytes=max(limits.header_max_bytes, limits.piece_max_bytes),
             zero_copy=True,
+            heartbeat_s=timers.link_heartbeat_s,
+            heartbeat_timeout_s=timers.link_timeout_s,
+            reconnect_min_s=timers.reconnect_min_s,
+            reconnect_max_s=timers.reconnect_max_s,
         )
 
 
