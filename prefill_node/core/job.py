@@ -3,7 +3,7 @@
 QUEUED     waits for blocks and its turn
 COMPUTING  has blocks for all its tokens; chunks are computed while a decode node is asked for room
 COMPUTED   its next token is known; the hand-over goes on
-HANDED     a decode node owns the request; blocks stay until that node has every piece
+HANDED     a decode node owns the request; blocks stay until that node has every piece, or the worker heard it speak
 FINISHED   the first token ended it
 FAILED     no hand-over: the worker plans again; the KV may be held for a next attempt here
 GIVEN_BACK drain

@@ -79,12 +79,7 @@ class JobTable:
         return actions
 
     def drop(self, job: PrefillJob, now: float) -> list[Action]:
-        """The worker wants no more of it. It stays, unlisted, only while somebody still needs its blocks."""
-        sender = job.sender
-        handing = job.state is JobState.HANDED and job.seq_id is not None and sender is not None and not sender.complete
-        if handing and now <= job.until:
-            job.delisted = True
-            return []
+        """The worker wants no more of it. It stays, unlisted, only while the transport still reads its blocks."""
         actions = self.abort_sender(job, now)
         self.let_go(job)
         if job.pinned:

@@ -67,6 +67,7 @@ class Reports:
             self.requests.own(request, RequestEvent.DECODE_TOKENS, sender, now)
         if request.decode != sender:
             return []
+        request.decode_spoke = True
         if entry.error is not None:
             return self.requests.end(request, "error", GenerationError(entry.error), now, "generation failed")
         request.cached_tokens = max(request.cached_tokens, entry.cached_tokens)

@@ -50,6 +50,8 @@ class Request:
     not_before: float = 0.0
     plan: Plan | None = None
     decode: Incarnation | None = None
+    decode_spoke: bool = False
+    """Tokens came from it: it has every piece."""
     resend: bool = False
     cached_tokens: int = 0
     finish: FinishReason | None = None
@@ -100,7 +102,9 @@ class Request:
     def wanted_at(self) -> list[tuple[Incarnation, bool]]:
         """The nodes that shall have the present attempt, and whether each one is expected to have it by now."""
         if self.state is RequestState.HANDED and self.decode is not None:
-            return [(self.decode, True)]
+            # Until the decode node speaks it may lack pieces: the prefill node keeps them for it so long.
+            source = self.plan.prefill if self.plan is not None and not self.decode_spoke else self.decode
+            return [(self.decode, True), *([(source, False)] if source != self.decode else [])]
         if self.state is RequestState.PLACED and self.plan is not None:
             others = [c.incarnation for c in self.plan.candidates if c.incarnation != self.plan.prefill]
             return [(self.plan.prefill, True), *((peer, False) for peer in others)]

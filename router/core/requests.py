@@ -79,7 +79,7 @@ class RequestTable:
             return []
         request.attempt += 1
         request.base_index = request.next_index
-        request.plan, request.decode, request.resend = plan, None, False
+        request.plan, request.decode, request.decode_spoke, request.resend = plan, None, False, False
         request.machine.move(RequestEvent.PLAN, now)
         self._waiting.pop(request.request_id, None)
         request.prefill_name = self._node_name(plan.prefill)

@@ -35,7 +35,7 @@ def main() -> int:
                 return 1
     elapsed = time.perf_counter() - started
     for what, count in sorted(total.items(), key=lambda item: -item[1]):
-        if arguments.verbose or not what.startswith("quiet"):
+        if arguments.verbose or not what.startswith(("quiet", " ")):
             say(f"{count:8} {what}")
     say(f"{end - first} schedules, {failures} failed, {60 * (end - first) / elapsed:.0f} a minute")
     return 1 if failures else 0
@@ -58,11 +58,12 @@ def _run_one(seed: int, name: str, arguments: argparse.Namespace, total: Counter
     plan = draw_plan(seed, name, counts)  # type: ignore[arg-type]
     run = Run(plan, arguments.check_every)
     if arguments.trace:
-        run.world.trace = lambda process, what: _show(run, process, what)
+        run.watch.also = lambda process, what: _show(run, process, what)
         for deed in plan.deeds:
             say(f"plan {deed}")
     try:
         total.update(run.run())
+        total.update({f"  {what}": count for what, count in run.watch.counts.items()})
     except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
         nodes = f" --nodes {arguments.nodes}" if arguments.nodes else ""
         say(f"seed {seed} ({name}) at {run.world.loop.now():.3f} s: {type(error).__name__}: {error}")

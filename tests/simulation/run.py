@@ -13,11 +13,12 @@ from ops.simulate.world import World
 from router.api import StreamEvent
 from tests.simulation.checks import StreamJudge, Violation, judge_quiet
 from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Plan, Slow, Wedge
+from tests.simulation.watch import Watch
 
 RECOVERY_S = 3.2
 """After the last fault is over, until the cluster must serve again: links time out, connect anew, are heard."""
-QUIET_S = 12.0
-"""After the last request ended, until nothing may be held any more."""
+QUIET_S = 2.2
+"""After the last request ended, until nothing may be held any more: a list, and a slow message or two."""
 POLL_S = 0.25
 PROBE_PROMPT = (5, 6, 7, 8, 9)
 
@@ -34,16 +35,18 @@ class Run:
     calm_at: float = 0.0
     """When the last fault is over, as far as that is known."""
     counts: Counter[str] = field(default_factory=Counter)
+    watch: Watch = field(init=False)
     _by_stream: dict[str, StreamJudge] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.watch = Watch(self.trace)
         self.world = World(
             self.plan.seed,
             timers=self.plan.workers[0].timers,
             delays=self.plan.delays,
             static=self.plan.static,
             check_every=self.check_every,
-            trace=self.trace,
+            trace=self.watch.look,
             on_new_process=self._new_process,
         )
         self.world.kv.damaged_share = self.plan.damaged_share

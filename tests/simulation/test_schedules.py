@@ -33,7 +33,7 @@ def test_the_same_seed_is_the_same_run_to_the_last_event():
     def story(seed: int) -> list[str]:
         told: list[str] = []
         run = Run(draw_plan(seed, "all"))
-        run.world.trace = lambda process, what: told.append(f"{run.world.loop.now()} {process.host} {what}")
+        run.watch.also = lambda process, what: told.append(f"{run.world.loop.now()} {process.host} {what}")
         run.run()
         return told
 
