@@ -128,6 +128,21 @@ class Served:
         """One node's process."""
         return self.children()[name]
 
+    @contextlib.contextmanager
+    def only_worker(self, worker: psutil.Process) -> Iterator[None]:
+        """Stop the other workers meanwhile, so that this one takes every new connection.
+
+        Which worker takes a connection is the kernel's choice, and on an idle machine it is mostly the same one.
+        """
+        others = [other for other in self.workers() if other.pid != worker.pid]
+        for other in others:
+            other.suspend()
+        try:
+            yield
+        finally:
+            for other in others:
+                other.resume()
+
     # -- life
 
     def wait_ready(self) -> None:
