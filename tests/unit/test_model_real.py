@@ -72,7 +72,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model(real_model_path(), device=CpuDevice(2), dtype="float32", progress=False)
+    return load_model(real_model_path(), device=CpuDevice(1), dtype="float32", progress=False)
 
 
 def _prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int]:
@@ -87,7 +87,7 @@ def _prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int]:
 
 
 def _serve(model: LoadedModel, prompts: list[list[int]], budget: int, in_flight: int) -> list[list[int]]:
-    driver = EngineDriver(model, CpuDevice(2), blocks=700, block_size=16)
+    driver = EngineDriver(model, CpuDevice(1), blocks=700, block_size=16)
     sequences = [driver.add(prompt) for prompt in prompts]
     driver.serve(sequences, NEW_TOKENS, budget, in_flight)
     outputs = [sequence.output for sequence in sequences]
@@ -115,7 +115,7 @@ def test_sixteen_at_once_equal_transformers(oracle: Oracle, prompts: list[list[i
 def test_prefix_hit_equals_transformers(oracle: Oracle, prompts: list[list[int]], loaded: LoadedModel) -> None:
     """A prompt whose first blocks were computed for another sequence goes on as if it had computed them itself."""
     prompt = next(prompt for prompt in prompts if len(prompt) == 400)
-    driver = EngineDriver(loaded, CpuDevice(2), blocks=100, block_size=16)
+    driver = EngineDriver(loaded, CpuDevice(1), blocks=100, block_size=16)
     source = driver.add(prompt[:333])
     driver.generate([source], 1)
     target = driver.add(prompt)
@@ -125,7 +125,7 @@ def test_prefix_hit_equals_transformers(oracle: Oracle, prompts: list[list[int]]
 
 
 def test_bfloat16_differs_at_near_ties_only(oracle: Oracle, prompts: list[list[int]]) -> None:
-    loaded = load_model(real_model_path(), device=CpuDevice(2), progress=False)
+    loaded = load_model(real_model_path(), device=CpuDevice(1), progress=False)
     assert loaded.dtype == torch.bfloat16
     own = [prompt for prompt in prompts if len(prompt) <= 256][::2]
     equal = 0
