@@ -212,9 +212,7 @@ class HandoverSender:
         """The request is not wanted any more, or ended with its first token."""
         if self.state is SendState.ABORTED:
             return []
-        actions = [] if self.state in (SendState.COMMITTED, SendState.FAILED) else self._withdraw()
-        if self.state is SendState.COMMITTING:
-            actions = self._stop()
+        actions = self._withdraw() or self._stop()
         self.machine.move(SendEvent.ABORT, now)
         return actions
 

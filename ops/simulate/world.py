@@ -38,8 +38,6 @@ class World:
     nodes: dict[str, SimNode] = field(default_factory=dict)
     """Name -> latest life."""
     workers: dict[str, SimWorker] = field(default_factory=dict)
-    past: list[Process] = field(default_factory=list)
-    """Lives that ended."""
     streams: list[Stream] = field(default_factory=list)
     check_every: int = 0
     trace: Callable[[Process, object], None] | None = None
@@ -115,7 +113,6 @@ class World:
     def _begin(self, process: Process) -> None:
         process.check_every = self.check_every
         process.trace = self.trace
-        process.on_end = lambda ended, _: self.past.append(ended)
         if self.on_new_process is not None:
             self.on_new_process(process)
         process.start(self.rng)

@@ -212,6 +212,10 @@ class Ferry:
 
     def tick_job(self, job: PrefillJob, now: float) -> list[Action]:
         """Repeat, give up, let go."""
+        if job.delisted:
+            if not job.pinned:
+                self.jobs.forget(job)
+            return []
         if job.state in CURRENT and now > job.deadline:
             return self.fail(job, "deadline", now, detail="deadline")
         if job.state in CURRENT and job.sender is not None:
@@ -219,8 +223,6 @@ class Ferry:
             return self.follow(job, job.sender.tick(now, target_up=up), now)
         if job.is_record and job.seq_id is not None and now > job.until:
             self.jobs.let_go(job)
-        if job.delisted and job.seq_id is None and not job.pinned:
-            self.jobs.forget(job)
         return []
 
     def give_slots(self, now: float) -> list[Action]:

@@ -116,9 +116,11 @@ class PrefillJob:
 
     def check_invariants(self) -> None:
         """Raises InvariantError when state and parts disagree."""
-        if self.state in _LIVE and self.seq_id is None:
+        if self.state in _LIVE and not self.delisted and self.seq_id is None:
             raise InvariantError(f"{self.plan_key} is {self.state.name} without a sequence")
         if self.pinned != (self.sender is not None and self.sender.pieces_in_flight > 0):
             raise InvariantError(f"{self.plan_key}: pinned is {self.pinned}, but pieces in flight say otherwise")
+        if self.delisted and self.seq_id is not None:
+            raise InvariantError(f"{self.plan_key} is not wanted and still has a sequence")
         if self.sender is not None:
             self.sender.check_invariants()

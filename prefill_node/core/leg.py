@@ -223,7 +223,7 @@ class PrefillLeg:
         """Give back what is not handed over: it is planned again elsewhere."""
         actions: list[Action] = []
         for job in self.jobs:
-            if job.state in CURRENT:
+            if job.state in CURRENT and not job.delisted:
                 actions += self.jobs.abort_sender(job, now)
                 self.jobs.let_go(job)
                 job.machine.move(JobEvent.GIVE_BACK, now)

@@ -4,10 +4,14 @@ from dataclasses import dataclass, field
 
 from common.errors import GenerationError, OverloadedError, UnavailableError
 from ops.simulate.model import EOS_TOKEN_ID, undisturbed
+from ops.simulate.process import Process
 from ops.simulate.worker import Stream
 from ops.simulate.world import World
 from router.api import EndEvent, StreamEvent, TokensEvent
+from router.core.table import RequestState
 
+ENOUGH_S = 7.0
+"""In a calm cluster a request ends within this time, whatever it has been through."""
 LINKS_UP_S = 3.0
 """Without faults all links are up by then, however slow the network."""
 
@@ -79,8 +83,11 @@ class StreamJudge:
         if not self.stream.over and now > self.deadline + slack_s:
             raise Violation(f"{self._who} is not over {now - self.deadline:.2f} s after its deadline")
 
-    def verdict(self, *, troubled: bool) -> str:
-        """What became of it; a Violation when that is not true to what happened."""
+    def verdict(self, *, troubled: bool, calm_at: float) -> str:
+        """What became of it; a Violation when that is not true to what happened.
+
+        calm_at: when the last fault was over.
+        """
         stream = self.stream
         if stream.refused is not None:
             kind = "refused " + type(stream.refused).__name__
@@ -93,6 +100,9 @@ class StreamJudge:
         error, outcome = self.ended.error, self.ended.outcome
         if self.must_succeed and outcome not in ("stop", "length"):
             raise Violation(f"{self._who} had to succeed and ended with {outcome}: {error}")
+        calm_s = self.deadline - max(self.stream.sent_at, calm_at)
+        if outcome == "timeout" and calm_s > ENOUGH_S:
+            raise Violation(f"{self._who} timed out although all was well for {calm_s:.1f} s before its deadline")
         if outcome == "error":
             self._judge_error(error, troubled)
             return f"error {type(error).__name__}"
@@ -106,6 +116,19 @@ class StreamJudge:
             raise Violation(f"{self._who} failed without any fault: {error}")
         elif isinstance(error, UnavailableError | OverloadedError):
             return
+
+
+def judge_notice(world: World, gone: Process) -> str | None:
+    """Which worker still rests on a process that ended a while ago."""
+    for worker in world.workers.values():
+        if not worker.alive:
+            continue
+        for request in worker.core.requests.values():
+            prefill = request.plan.prefill if request.plan is not None else None
+            waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
+            if waits_at == gone.incarnation:
+                return f"{worker.host} still has {request.request_id[:8]} at {gone.host}, which is gone"
+    return None
 
 
 def judge_quiet(world: World) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from common.config.protocol import Limits, Timers
 from common.protocol.messages import Role
 from common.scheduling.scheduler_config import SchedulerConfig
+from ops.simulate.costs import CostModel
 from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from ops.simulate.network import Delays
 from ops.simulate.node import NodeSpec
@@ -39,6 +40,8 @@ class _Drawer:
         self.full = rng.random() < profile.full
         self.preemption = rng.random() < profile.preemption
         self.overload = rng.random() < profile.overload
+        self.step_s = rng.choice((0.008, 0.03, 0.06))
+        self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
         rng, profile = self.rng, self.profile
@@ -93,6 +96,7 @@ class _Drawer:
             timers=TIMERS,
             limits=limits,
             poisoned=poisoned,
+            costs=CostModel(step_s=self.step_s, kv_bytes_per_s=self.kv_bytes_per_s),
             scheduler=SchedulerConfig(
                 eos_token_ids=frozenset({EOS_TOKEN_ID}),
                 max_step_tokens=rng.choice((8, 16, 48)),

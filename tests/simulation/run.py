@@ -11,10 +11,12 @@ from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
 from ops.simulate.world import World
 from router.api import StreamEvent
-from tests.simulation.checks import StreamJudge, Violation, judge_quiet
+from tests.simulation.checks import StreamJudge, Violation, judge_notice, judge_quiet
 from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Plan, Slow, Wedge
 from tests.simulation.watch import Watch
 
+NOTICE_S = 3.0
+"""After the end of a node, until no request waits there any more."""
 RECOVERY_S = 3.2
 """After the last fault is over, until the cluster must serve again: links time out, connect anew, are heard."""
 QUIET_S = 2.2
@@ -73,6 +75,8 @@ class Run:
 
     def _do(self, deed: Deed) -> None:
         world, now = self.world, self.world.loop.now()
+        if not isinstance(deed, Ask | Leave):
+            self._later(0.0)
         match deed:
             case Ask():
                 self._ask(deed)
@@ -161,8 +165,28 @@ class Run:
     # -- watching
 
     def _new_process(self, process: Process) -> None:
+        process.on_end = self._ended
         if isinstance(process, SimWorker):
             process.on_stream_event = self._on_stream_event
+
+    def _ended(self, process: Process, why: str) -> None:
+        """A node that is gone is noticed in time by all workers that are awake."""
+        if isinstance(process, SimNode):
+            frozen = [deed for deed in self.plan.deeds if isinstance(deed, Freeze) and deed.host.startswith("W")]
+            slack = sum(deed.duration_s for deed in frozen) + self._slowest_s
+            self.world.loop.after(NOTICE_S + slack, self._check_notice, process)
+
+    def _check_notice(self, gone: Process) -> None:
+        complaint = judge_notice(self.world, gone)
+        if complaint is not None:
+            raise Violation(complaint)
+
+    @property
+    def _slowest_s(self) -> float:
+        """A message that was sent before an end may come this much later."""
+        slow = [deed.extra_s for deed in self.plan.deeds if isinstance(deed, Slow)]
+        delays = self.plan.delays
+        return 0.9 + delays.base_s + delays.jitter_s + delays.slow_s + 2 * max(slow, default=0.0)
 
     def _on_stream_event(self, stream: Stream, event: StreamEvent) -> None:
         self._by_stream[stream.request.request_id].take(event, self.world.loop.now())
@@ -196,7 +220,14 @@ class Run:
             for judge in self.judges.values():
                 judge.check_time(loop.now(), slack)
         for judge in self.judges.values():
-            self.counts[judge.verdict(troubled=self.plan.troubled)] += 1
+            self._watch_calm()
+            self.counts[judge.verdict(troubled=self.plan.troubled, calm_at=self.calm_at)] += 1
+
+    def _watch_calm(self) -> None:
+        """Without faults nothing is lost on the way: no attempt ends that the worker did not end."""
+        for what in self.watch.counts if not self.plan.troubled else ():
+            if what.startswith("Gone lost") or what.endswith(("lost", "after Commit")):
+                raise Violation(f"without any fault: {what}")
 
     def _run_to_quiet(self) -> None:
         loop, since = self.world.loop, self.world.loop.now()

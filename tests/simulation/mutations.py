@@ -1,0 +1,243 @@
+"""Seeded defects in the cores, one for a rule where one can be made: what the simulation must notice.
+
+Each is a patch of one function, put on for a run and taken off again. `python -m tests.simulation.mutate` prints the
+table. Nothing here is imported by the product.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from common.scheduling.admission import Admission
+from common.scheduling.results import Results
+from common.state.clients import Client, ClientTable
+from common.state.handover_receive import PieceLedger
+from common.state.handover_send import HandoverSender, SendState
+from common.state.links import LinkTable
+from common.state.node_core import NodeCore
+from decode_node.core.entries import EntryTable
+from decode_node.core.leg import DecodeLeg
+from decode_node.core.outbox import TokenOutbox
+from decode_node.core.reservations import Reservations
+from decode_node.core.takeover import Takeover
+from prefill_node.core.ferry import Ferry
+from prefill_node.core.intake import Intake
+from prefill_node.core.jobs import JobTable
+from prefill_node.core.leg import PrefillLeg
+from router.core.lists import Lists
+from router.core.planner import Planner
+from router.core.reports import Reports
+from router.core.request import Request
+from router.core.requests import RequestTable
+
+Patched = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One defect: `make` gets the right function and gives the wrong one."""
+
+    name: str
+    rule: str
+    owner: type
+    attribute: str
+    make: Callable[[Patched], object]
+    profile: str = "all"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The cores have the defect within."""
+        right = self.owner.__dict__[self.attribute]
+        setattr(self.owner, self.attribute, self.make(right))
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.attribute, right)
+
+
+def _nothing(_: Patched) -> Patched:
+    return lambda *arguments, **named: []
+
+
+def _none(_: Patched) -> Patched:
+    return lambda *arguments, **named: None
+
+
+def _restart_deadline(right: Patched) -> Patched:
+    def plan(self: RequestTable, request: Request, now: float) -> object:
+        span = request.deadline - request.accepted_at
+        request.accepted_at, request.deadline = now, now + span
+        self._deadlines.append((request.deadline, request.request_id))
+        self._deadlines[:] = [due for due in self._deadlines if due[1] != request.request_id or due[0] > now + span / 2]
+        self._deadlines.sort()
+        return right(self, request, now)
+
+    return plan
+
+
+def _repeat_token(_: Patched) -> Patched:
+    def take(self: Request, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+        if first_index > self.next_index:
+            return None
+        self.output_token_ids.extend(token_ids)
+        return token_ids
+
+    return take
+
+
+def _swallow_gap(_: Patched) -> Patched:
+    def take(self: Request, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+        fresh = token_ids[max(0, self.next_index - first_index) :]
+        self.output_token_ids.extend(fresh)
+        return fresh
+
+    return take
+
+
+def _any_attempt(_: Patched) -> Patched:
+    def current(self: RequestTable, request_id: object, attempt: int) -> object:
+        request = self.by_id.get(request_id)  # type: ignore[call-overload]
+        return request if request is not None and request.plan is not None else None
+
+    return current
+
+
+def _second_target(right: Patched) -> Patched:
+    def fail(self: HandoverSender, reason: str, now: float) -> object:
+        if self.state is SendState.COMMITTING and self.candidates:
+            self.machine.state, self.commit_sent = SendState.GRANTED, False
+            return self.ask(now)
+        return right(self, reason, now)
+
+    return fail
+
+
+def _forget_pin(_: Patched) -> Patched:
+    def sync_pin(self: JobTable, job: object) -> None:
+        job.pinned = job.sender is not None and job.sender.pieces_in_flight > 0  # type: ignore[attr-defined]
+
+    return sync_pin
+
+
+def _leave_writing(right: Patched) -> Patched:
+    def end(self: EntryTable, entry: object) -> object:
+        return [action for action in right(self, entry) if type(action).__name__ != "ForgetPieces"]  # type: ignore[attr-defined]
+
+    return end
+
+
+def _count_damaged(right: Patched) -> Patched:
+    def on_damaged(self: Takeover, key: object, number: int, reason: str, now: float) -> object:
+        entry = self.entries.by_key.get(key)  # type: ignore[call-overload]
+        if entry is not None and entry.ledger is not None:
+            layers, end = entry.ledger.num_layers, entry.spec.num_known
+            whole = _FakePiece(number, 0, layers, entry.ledger.first_token_pos, end)
+            entry.ledger.arrived[number] = whole  # type: ignore[assignment]
+        return []
+
+    return on_damaged
+
+
+@dataclass(frozen=True, slots=True)
+class _FakePiece:
+    number: int
+    layer_start: int
+    layer_end: int
+    token_start: int
+    token_end: int
+
+
+def _twice_released(right: Patched) -> Patched:
+    def let_go(self: JobTable, job: object) -> object:
+        seq_id = job.seq_id  # type: ignore[attr-defined]
+        right(self, job)
+        if seq_id is not None and self.scheduler.status(seq_id) is None:
+            self.scheduler.abort(seq_id)
+        return None
+
+    return let_go
+
+
+def _all_wanted(_: Patched) -> Patched:
+    return lambda *arguments, **named: True
+
+
+def _as_of_too_high(right: Patched) -> Patched:
+    def beats(self: Lists, only: object, *, last: bool = False) -> object:
+        self.planner.plan_no += 1
+        try:
+            return right(self, only, last=last)
+        finally:
+            self.planner.plan_no -= 1
+
+    return beats
+
+
+def _no_age(right: Patched) -> Patched:
+    def job(self: Planner, request: Request, plan: object, now: float) -> object:
+        import msgspec
+
+        return msgspec.structs.replace(right(self, request, plan, now), output_token_ids=request.output_token_ids[:0])  # type: ignore[type-var]
+
+    return job
+
+
+def _drop_last(right: Patched) -> Patched:
+    def flush(self: TokenOutbox, clients: ClientTable) -> object:
+        for said in self._waiting.values():
+            if len(said) > 1:
+                said.pop()
+        return right(self, clients)
+
+    return flush
+
+
+def _accept_any_life(right: Patched) -> Patched:
+    def on_heard(self: LinkTable, endpoint: str, sender: object, now: float, *, unknown: bool = False) -> object:
+        link = self.links.get(endpoint)
+        if link is not None and link.up:
+            link.last_heard = now
+            return []
+        return right(self, endpoint, sender, now, unknown=unknown)
+
+    return on_heard
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("worker lists free nothing on decode", "13", DecodeLeg, "on_list", _nothing, "leaving"),
+    Mutation("worker lists free nothing on prefill", "13", PrefillLeg, "on_list", _nothing, "leaving"),
+    Mutation("every number counts as wanted", "13", Client, "wants", _all_wanted, "blips"),
+    Mutation("as_of is one too high", "12", Lists, "_beats", _as_of_too_high, "delays"),
+    Mutation("a silent client keeps what it had", "15", ClientTable, "take_silent", _nothing, "crashes"),
+    Mutation("a lost worker frees nothing on decode", "15", DecodeLeg, "on_client_lost", _nothing, "crashes"),
+    Mutation("a lost worker frees nothing on prefill", "15", PrefillLeg, "on_client_lost", _nothing, "crashes"),
+    Mutation("deadline starts again with each plan", "33", RequestTable, "_try_plan", _restart_deadline),
+    Mutation("a token that is known is sent on again", "29", Request, "take", _repeat_token),
+    Mutation("a gap in the tokens is swallowed", "29", Request, "take", _swallow_gap, "blips"),
+    Mutation("reports of other attempts count", "3", RequestTable, "current", _any_attempt),
+    Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target),
+    Mutation("blocks are not pinned while they are read", "21", JobTable, "sync_pin", _forget_pin),
+    Mutation("writing goes on after blocks are freed", "26", EntryTable, "_end_sequence", _leave_writing),
+    Mutation("a damaged piece counts as there", "25", Takeover, "on_damaged", _count_damaged, "damage"),
+    Mutation("a damaged piece is never asked for", "25", Takeover, "_ask_again", _nothing, "damage"),
+    Mutation("no piece is ever missing", "25", PieceLedger, "missing", lambda _: lambda *a: ()),
+    Mutation("blocks are released twice", "5", JobTable, "let_go", _twice_released),
+    Mutation("the death of a node moves no request", "9", Reports, "on_node_lost", _nothing, "crashes"),
+    Mutation("the death of a decode node is not followed", "9", HandoverSender, "on_peer_lost", _nothing, "crashes"),
+    Mutation("silence is not judged", "9", LinkTable, "_judge", _nothing, "freezes"),
+    Mutation("another life counts as the old one", "1", LinkTable, "on_heard", _accept_any_life, "crashes"),
+    Mutation("Job is not sent again", "14", Reports, "_on_gone", _nothing),
+    Mutation("Commit and Reserve are not repeated", "24", HandoverSender, "tick", _nothing, "blips"),
+    Mutation("the end of a finished request is said once", "15", DecodeLeg, "_tell_state", _nothing, "blips"),
+    Mutation("the early token is not marked as the last", "14", PrefillLeg, "_on_finished", _nothing),
+    Mutation("a re-plan forgets the tokens held", "31", Planner, "job", _no_age),
+    Mutation("tokens are dropped from a full step", "30", TokenOutbox, "flush", _drop_last, "none"),
+    Mutation("cancels and aborts free nothing", "16", EntryTable, "drop", _nothing, "leaving"),
+    Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", _nothing, "full"),
+    Mutation("draining grants go on", "37", Reservations, "drain", _nothing, "drain"),
+    Mutation("drain never ends", "37", NodeCore, "_drain_tick", _nothing, "drain"),
+    Mutation("transfer slots are not given", "24", Ferry, "give_slots", _nothing, "none"),
+    Mutation("KV of a failed step stays cached", "8", Results, "_fail", _none, "deadlines"),
+    Mutation("a job is taken twice", "14", Intake, "_enqueue", _none),
+    Mutation("blocks are granted beyond the pool", "18", Admission, "reserve", _none, "full"),
+)
