@@ -25,13 +25,19 @@ MODEL = "m"
 class Reference:
     """The checkpoint, and what transformers makes of it."""
 
-    def __init__(self, path: Path, model: Any) -> None:
+    def __init__(self, path: Path, model: Any, tokenizer: Tokenizer) -> None:
         self.path = path
         self._model = model
+        self._tokenizer = tokenizer
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         """Greedy continuation."""
         return reference_tokens(self._model, prompt, count)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
 
 
 class Serve(Protocol):
@@ -53,7 +59,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     tokenizer.save(str(path / "tokenizer.json"))
-    return Reference(path, model)
+    return Reference(path, model, tokenizer)
 
 
 @pytest.fixture(scope="session")

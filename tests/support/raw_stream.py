@@ -25,6 +25,7 @@ class RawRequest:
         )
         self.socket = socket.create_connection(("127.0.0.1", served.port), timeout=_TIMEOUT_S)
         self._file = self.socket.makefile("rb")
+        self._content_length = 0
         self.socket.sendall(head.encode() + text)
 
     def __enter__(self) -> "RawRequest":
@@ -43,9 +44,16 @@ class RawRequest:
     def status(self) -> int:
         """Read the head; its status. 0 when the connection ended before it."""
         line = self._file.readline()
-        while self._file.readline().strip():
-            pass
+        while (header := self._file.readline()).strip():
+            name, _, value = header.partition(b":")
+            if name.lower() == b"content-length":
+                self._content_length = int(value)
         return int(line.split()[1]) if line else 0
+
+    def body(self) -> dict[str, Any]:
+        """Read the answer's JSON, after its head."""
+        value: dict[str, Any] = json.loads(self._file.read(self._content_length))
+        return value
 
     def events(self, count: int = 1 << 30) -> list[dict[str, Any]]:
         """Read that many events, or those up to the end. EOFError when the answer breaks off."""

@@ -1,0 +1,175 @@
+"""Processes that are killed or frozen in the middle of work: requests go on or end truly, and the cluster serves again.
+
+One cluster for all; each test leaves it as whole as it found it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from common.state.links import LinkState
+from tests.e2e.conftest import Serve
+from tests.support.cluster import body_of, tokens_of
+from tests.support.infer_cases import VOCAB_SIZE
+from tests.support.node_watch import NodeWatch
+from tests.support.raw_stream import RawRequest
+from tests.support.serve import Served, wait_until
+from tests.support.tiny_llama import random_prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+NODES = ("prefill-0", "decode-0")
+LONG = 800
+"""Tokens of a stream that is still running when something happens to it."""
+PROMPT = random_prompt(21, 60, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def cluster(serve: Serve) -> Iterator[Served]:
+    with serve(settings={"router.max_iter_times": 2400, "serve.restart_min_s": 0.1}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def watch(cluster: Served) -> Iterator[NodeWatch]:
+    with NodeWatch(cluster.members_endpoint()) as watch:
+        yield watch
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Served) -> list[int]:
+    """What PROMPT gives when nothing happens."""
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+        assert request.status() == 200
+        return tokens_of(request.events())
+
+
+@pytest.fixture(autouse=True)
+def whole(cluster: Served, watch: NodeWatch) -> Iterator[None]:
+    """Before and after: ready, the same children, nothing held."""
+    yield
+    wait_until(lambda: {*cluster.children()} == {"proxy", "router", *NODES}, "every child runs", 120.0)
+    wait_until(lambda: len(cluster.workers()) == 2, "both workers run")
+    wait_until(cluster.is_ready, "it is ready again", 120.0)
+    watch.wait_idle(*NODES, deadline_s=60.0)
+
+
+def worker_of(cluster: Served, port: int) -> psutil.Process:
+    """The worker at the other end of a connection."""
+    for worker in cluster.workers():
+        for connection in worker.net_connections():
+            if connection.raddr and connection.raddr.port == port:
+                return worker
+    raise AssertionError(f"no worker has a connection with port {port}")
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_node_is_killed_under_a_stream(cluster: Served, undisturbed: list[int], name: str) -> None:
+    """A lost decode node's requests go on where it comes back; a prefill node is not needed any more."""
+    victim = cluster.node(name)
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+        assert request.status() == 200
+        events = request.events(20)
+        victim.kill()
+        events += request.events()
+    assert tokens_of(events) == undisturbed
+    assert events[-1]["finish_reason"] == "length"
+    assert events[-1]["nodes"] == {"prefill": "prefill-0", "decode": "decode-0"}
+    wait_until(lambda: name in cluster.children(), f"{name} is started again")
+    assert cluster.node(name).pid != victim.pid
+
+
+def test_prefill_is_killed_before_it_computes(cluster: Served, watch: NodeWatch, undisturbed: list[int]) -> None:
+    victim = cluster.node("prefill-0")
+    victim.suspend()
+    with RawRequest(cluster, PROMPT, streamed=False, max_new_tokens=LONG) as request:
+        wait_until(lambda: cluster.metrics()["num_requests_waiting"] == 1, "the request is taken")
+        victim.kill()
+        assert request.status() == 200
+        assert request.body()["outputs"][0]["data"] == undisturbed
+
+
+def test_only_node_is_missed_and_new_requests_hear_of_it(cluster: Served) -> None:
+    """Until the node is back: 503 and why; a request of before is not forgotten meanwhile."""
+    cluster.node("decode-0").kill()
+    with cluster.client() as http:
+        wait_until(lambda: http.get("/v2/health/ready").status_code == 503, "it is missed")
+        answer = http.post("/v2/models/m/infer", content=body_of(PROMPT, max_new_tokens=2))
+        assert answer.status_code == 503
+        assert answer.json()["error_type"] == "Service Unavailable"
+        assert int(answer.headers["retry-after"]) > 0
+        assert http.get("/v2/models/unknown/ready").status_code == 404
+
+
+def test_worker_is_killed(cluster: Served, watch: NodeWatch) -> None:
+    """Its clients lose their connection, nobody else notices, and the nodes let go of what it had."""
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=2400) as lost:
+        assert lost.status() == 200
+        lost.events(5)
+        victim = worker_of(cluster, lost.port)
+        victim.kill()
+        with pytest.raises((EOFError, ConnectionError)):
+            lost.events()
+    statuses: dict[int, int] = {}
+
+    def replaced() -> bool:
+        with httpx.Client(base_url=cluster.url, timeout=60.0, trust_env=False) as http:
+            status = http.post("/v2/models/m/infer", content=body_of([1, 2, 3], max_new_tokens=2)).status_code
+        statuses[status] = statuses.get(status, 0) + 1
+        return len({worker.pid for worker in cluster.workers()} - {victim.pid}) == 2
+
+    wait_until(replaced, "a new worker is there")
+    fresh = max(cluster.workers(), key=psutil.Process.create_time)
+    with cluster.only_worker(fresh):
+        replaced()
+    assert set(statuses) == {200}
+    watch.wait_idle(*NODES)
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_node_sleeps_shortly(cluster: Served, watch: NodeWatch, undisturbed: list[int], name: str) -> None:
+    """Long enough to be suspect, not to be given up."""
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+        assert request.status() == 200
+        events = request.events(20)
+        with suspended(cluster.node(name)):
+            wait_until(lambda: watch.views()[name].state is LinkState.SUSPECT, "its silence is noticed")
+        events += request.events()
+    assert tokens_of(events) == undisturbed
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_node_sleeps_until_it_is_given_up(cluster: Served, undisturbed: list[int], name: str) -> None:
+    pids = {child: process.pid for child, process in cluster.children().items()}
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+        assert request.status() == 200
+        events = request.events(20)
+        with suspended(cluster.node(name)):
+            wait_until(lambda: not cluster.is_ready(), "it is missed")
+        wait_until(cluster.is_ready, "it is back")
+        events += request.events()
+    assert tokens_of(events) == undisturbed
+    assert {child: process.pid for child, process in cluster.children().items()} == pids
+
+
+def test_proxy_is_killed(cluster: Served) -> None:
+    """Membership freezes meanwhile, and new lives are heard of again after it."""
+    victim = cluster.node("proxy")
+    victim.kill()
+    with cluster.client() as http:
+        answer = http.post("/v2/models/m/infer", content=body_of(PROMPT, max_new_tokens=5))
+        assert answer.status_code == 200
+    wait_until(lambda: "proxy" in cluster.children() and cluster.node("proxy").pid != victim.pid, "a new proxy")
+    cluster.node("decode-0").kill()
+    wait_until(lambda: not cluster.is_ready(), "the node is missed")
+
+
+@contextlib.contextmanager
+def suspended(process: psutil.Process) -> Iterator[None]:
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()

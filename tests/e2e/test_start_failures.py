@@ -1,0 +1,63 @@
+"""A cluster that cannot start says why on one clear last line, ends with the right code, and leaves nothing."""
+
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Reference
+from tests.support.serve import Served, ServeOptions
+
+pytestmark = pytest.mark.e2e
+
+
+def fails(options: ServeOptions, code: int) -> str:
+    """Start it; it must end with the code. Returns the last line that it wrote."""
+    served = Served(options)
+    try:
+        served.ended(code)
+        assert "Traceback" not in served.log()
+        return served.log().splitlines()[-1]
+    finally:
+        served.close()
+
+
+@pytest.fixture
+def broken(reference: Reference, tmp_path: Path) -> Path:
+    """A copy of the model to be damaged."""
+    return Path(shutil.copytree(reference.path, tmp_path / "broken"))
+
+
+def test_no_model_there(tmp_path: Path) -> None:
+    line = fails(ServeOptions(tmp_path / "nothing"), 1)
+    assert line == f"kvferry serve: error: model.path: {tmp_path / 'nothing'} is not there"
+
+
+def test_damaged_weights(broken: Path) -> None:
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    line = fails(ServeOptions(broken), 1)
+    assert " could not start: " in line
+    assert "model.safetensors" in line
+
+
+def test_port_in_use(reference: Reference) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        # The option comes first, the setting wins.
+        line = fails(ServeOptions(reference.path, settings={"router.port": port}), 1)
+    assert line == (
+        f"kvferry serve: error: port {port} on 127.0.0.1 is in use; choose another with --port, or 0 for any free one"
+    )
+
+
+def test_unknown_setting(reference: Reference) -> None:
+    line = fails(ServeOptions(reference.path, settings={"node.blok_size": 16}), 2)
+    assert line.startswith("kvferry serve: error: ")
+    assert "node.block_size" in line
+
+
+def test_too_little_memory_for_one_request(reference: Reference) -> None:
+    line = fails(ServeOptions(reference.path, settings={"node.kv_cache_bytes": 4096}), 2)
+    assert "kv_cache_bytes" in line
