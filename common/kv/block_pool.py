@@ -71,6 +71,10 @@ class BlockPool:
         """All that hold a table."""
         return set(self._holdings)
 
+    def is_held(self, block: int) -> bool:
+        """Whether somebody holds the block."""
+        return self._num_holders[block] > 0
+
     def holds(self, holder: int) -> bool:
         """Whether it holds a table."""
         return holder in self._holdings

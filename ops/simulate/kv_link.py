@@ -109,11 +109,12 @@ class KvSender:
     costs: CostModel
     store: KvStore
     post: Callable[[Event], None]
-    is_running: Callable[[], bool]
-    """False while the process is frozen or dead."""
     wake: Callable[..., None]
     """Does something when the process is awake."""
+    is_held: Callable[[int], bool]
+    """Whether anybody holds a block: only such blocks may be read."""
     _peers: dict[Incarnation, _Peer] = field(default_factory=dict)
+    _stopping: set[TransferKey] = field(default_factory=set)
 
     def open(self, peer: Incarnation, endpoint: str) -> None:
         """Be ready to send to this life."""
@@ -121,7 +122,9 @@ class KvSender:
 
     def close(self, peer: Incarnation) -> None:
         """Read nothing more for this life."""
-        self._peers.pop(peer, None)
+        known = self._peers.pop(peer, None)
+        for piece, _, _ in known.queue if known is not None else ():
+            self._stopped(piece.key)
 
     def send(self, peer: Incarnation, piece: Piece, table: tuple[int, ...]) -> None:
         """Queue a piece; its blocks are read later."""
@@ -133,10 +136,18 @@ class KvSender:
         self._go_on(peer)
 
     def stop(self, key: TransferKey) -> None:
-        """Read nothing more for this key, and say so when that is sure."""
+        """Read nothing more for this key, and say so when that is sure: a read under way cannot be stopped."""
+        under_way = False
         for known in self._peers.values():
-            known.queue = deque(waiting for waiting in known.queue if waiting[0].key != key)
-        self.network.loop.after(0.0002, self.post, PiecesStopped(key))
+            keep = 1 if known.busy and known.queue and known.queue[0][0].key == key else 0
+            under_way = under_way or keep > 0
+            known.queue = deque(
+                waiting for place, waiting in enumerate(known.queue) if place < keep or waiting[0].key != key
+            )
+        if under_way:
+            self._stopping.add(key)
+        else:
+            self.network.loop.after(0.0002, self.post, PiecesStopped(key))
 
     def _go_on(self, peer: Incarnation) -> None:
         known = self._peers.get(peer)
@@ -158,16 +169,30 @@ class KvSender:
             self._wait_or_fail(peer, known)
             return
         piece, table, _ = known.queue.popleft()
+        size = self.store.block_size
+        for block in table[piece.token_start // size : -(-piece.token_end // size)]:
+            if not self.is_held(block):
+                raise KvMismatchError(f"{self.host}: piece {piece.number} is read from block {block}, which is free")
         rows = range(piece.layer_start, piece.layer_end)
         values = [self.store.read(layer, table, piece.token_start, piece.token_end) for layer in rows]
         self.post(PieceSent(piece.key, piece.number))
+        self._stopped(piece.key)
         known.last_at = max(known.last_at, self.network.loop.now() + self.network.delay_s())
         pair = frozenset((self.host, receiver.host))
         self.network.loop.at(known.last_at, self._land, receiver, piece, values, pair, self.network.breaks.get(pair, 0))
         self._go_on(peer)
 
+    def _stopped(self, key: TransferKey) -> None:
+        if key in self._stopping:
+            self._stopping.discard(key)
+            self.post(PiecesStopped(key))
+
     def _wait_or_fail(self, peer: Incarnation, known: _Peer) -> None:
         loop = self.network.loop
+        if known.queue[0][0].key in self._stopping:
+            self._stopped(known.queue.popleft()[0].key)
+            self._go_on(peer)
+            return
         if loop.now() - known.queue[0][2] < SEND_TIMEOUT_S:
             known.busy = True
             loop.after(0.1, self.wake, self._read, peer)

@@ -106,12 +106,10 @@ class SimNode(Process):
         self.engine = SimEngine(
             loop, spec.costs, self.store, self.post, spec.name, poisoned=spec.poisoned, check_kv=spec.check_kv
         )
-        self.kv_sender = KvSender(
-            kv, spec.name, spec.costs, self.store, self.post, lambda: self.alive and not self.frozen, self.when_awake
-        )
+        self.pool = BlockPool(spec.num_blocks, spec.block_size, MODEL_NAME)
+        self.kv_sender = KvSender(kv, spec.name, spec.costs, self.store, self.post, self.when_awake, self.pool.is_held)
         self.kv_receiver = KvReceiver(spec.name, life, self.store, self.post)
         self._kv = kv
-        self.pool = BlockPool(spec.num_blocks, spec.block_size, MODEL_NAME)
         self.scheduler = Scheduler(spec.scheduler, self.pool)
         identity = NodeIdentity(
             life,

@@ -7,6 +7,8 @@ from ops.simulate.model import EOS_TOKEN_ID, undisturbed
 from ops.simulate.process import Process
 from ops.simulate.worker import Stream
 from ops.simulate.world import World
+from prefill_node.core.jobs import OPEN
+from prefill_node.core.leg import PrefillLeg
 from router.api import EndEvent, StreamEvent, TokensEvent
 from router.core.table import RequestState
 
@@ -27,6 +29,8 @@ class StreamJudge:
     stream: Stream
     poisoned: bool
     must_succeed: bool = False
+    slack_s: float = 0.5
+    """An end may come this much after the deadline: a tick, and freezes of the worker."""
     may_leave_at: float | None = None
     expected: tuple[int, ...] = field(init=False)
     ended: EndEvent | None = None
@@ -53,6 +57,7 @@ class StreamJudge:
         else:
             self.ended = event
             self._end(event, now)
+            self.check_time(now)
 
     def _tokens(self, event: TokensEvent) -> None:
         seen = self.stream.token_ids
@@ -78,9 +83,9 @@ class StreamJudge:
         if event.outcome == "cancelled" and self.may_leave_at is None:
             raise Violation(f"{self._who} was cancelled by nobody")
 
-    def check_time(self, now: float, slack_s: float) -> None:
-        """It is over by its deadline."""
-        if not self.stream.over and now > self.deadline + slack_s:
+    def check_time(self, now: float) -> None:
+        """It is over by its deadline, and it is not over yet."""
+        if now > self.deadline + self.slack_s:
             raise Violation(f"{self._who} is not over {now - self.deadline:.2f} s after its deadline")
 
     def verdict(self, *, troubled: bool, calm_at: float) -> str:
@@ -119,7 +124,7 @@ class StreamJudge:
 
 
 def judge_notice(world: World, gone: Process) -> str | None:
-    """Which worker still rests on a process that ended a while ago."""
+    """Who still rests on a process that ended, or froze, a while ago."""
     for worker in world.workers.values():
         if not worker.alive:
             continue
@@ -128,6 +133,11 @@ def judge_notice(world: World, gone: Process) -> str | None:
             waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
             if waits_at == gone.incarnation:
                 return f"{worker.host} still has {request.request_id[:8]} at {gone.host}, which is gone"
+    for node in world.nodes.values():
+        for leg in node.core.legs if node.alive else ():
+            for _, sender in leg.jobs.aimed_at(gone.incarnation) if isinstance(leg, PrefillLeg) else ():
+                if sender.state in OPEN:
+                    return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"
     return None
 
 

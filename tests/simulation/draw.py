@@ -17,6 +17,8 @@ from tests.simulation.profiles import PROFILES, Profile
 
 WARM_UP_S = 0.7
 """Links are up by then if nothing hinders them."""
+NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
+"""How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0)
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "damaged", "blips", "partitions", "slow", "crashes", "freezes",
                 "wedges", "drains", "full", "preemption", "overload")  # fmt: skip
@@ -41,6 +43,7 @@ class _Drawer:
         self.preemption = rng.random() < profile.preemption
         self.overload = rng.random() < profile.overload
         self.step_s = rng.choice((0.008, 0.03, 0.06))
+        self.asked_at: list[float] = []
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
@@ -51,6 +54,7 @@ class _Drawer:
             rng.choice((1, 2, 3)),
         )
         asks = list(self._asks([f"W{i}" for i in range(num_workers)]))
+        self.asked_at = [ask.at for ask in asks]
         poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
         limits = self._limits()
         workers = tuple(WorkerSpec(name=f"W{i}", timers=TIMERS, limits=limits) for i in range(num_workers))
@@ -116,6 +120,7 @@ class _Drawer:
             (
                 Delays(),
                 Delays(base_s=0.002, jitter_s=0.02),
+                Delays(base_s=0.03, jitter_s=0.1),
                 Delays(slow_share=0.1, slow_s=0.3),
                 Delays(slow_share=0.05, slow_s=0.9),
             )
@@ -137,7 +142,7 @@ class _Drawer:
                 max_new_tokens=rng.randint(1, rng.choice(longest)),
                 seed=rng.getrandbits(32) << 8 | number,
                 priority=rng.choice((1, 3, 5, 5)),
-                timeout_s=rng.choice((0.02, 0.1, 0.3, 1.0)) if tight else rng.choice((8.0, 20.0)),
+                timeout_s=rng.choice((0.02, 0.1, 0.3, 1.0)) if tight else rng.choice((3.0, 8.0, 20.0)),
                 poisoned=rng.random() < profile.poisoned,
             )
 
@@ -148,7 +153,10 @@ class _Drawer:
 
     def _times(self, rate: float) -> Iterator[float]:
         for _ in range(int(rate * 2 * self.rng.random() + self.rng.random())):
-            yield WARM_UP_S + self.profile.span_s * self.rng.random()
+            if self.rng.random() < 0.5:
+                yield self.rng.choice(self.asked_at) + 0.4 * self.rng.random() ** 2
+            else:
+                yield WARM_UP_S + self.profile.span_s * self.rng.random()
 
     def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Deed]:
         rng, profile = self.rng, self.profile
@@ -156,7 +164,7 @@ class _Drawer:
             host_a, host_b = rng.sample(hosts, 2)
             yield Blip(at, host_a, host_b, kv=rng.random() < 0.3)
         for at in self._times(profile.partitions):
-            duration = rng.choice((0.2, 1.0, 2.6, 4.0)) * (0.5 + rng.random())
+            duration = rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random())
             host_a, host_b = rng.sample(hosts, 2)
             yield Cut(at, host_a, host_b, duration, kv=False)
             if rng.random() < 0.5:
@@ -166,7 +174,7 @@ class _Drawer:
         for at in self._times(profile.crashes):
             yield Crash(at, rng.choice(hosts), rng.choice((0, 0, 1, 3, 10)), rng.choice((0.05, 0.5, 3.0)))
         for at in self._times(profile.freezes):
-            yield Freeze(at, rng.choice(hosts), rng.choice((0.3, 1.0, 2.6, 4.0)) * (0.5 + rng.random()))
+            yield Freeze(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
         for at in self._times(profile.wedges):
             yield Wedge(at, rng.choice(nodes), rng.choice((1.0, 14.0, 60.0)))
         for at in self._times(profile.drains):

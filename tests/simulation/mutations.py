@@ -7,9 +7,10 @@ table. Nothing here is imported by the product.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
-from common.scheduling.admission import Admission
-from common.scheduling.results import Results
+import msgspec
+
 from common.state.clients import Client, ClientTable
 from common.state.handover_receive import PieceLedger
 from common.state.handover_send import HandoverSender, SendState
@@ -17,11 +18,10 @@ from common.state.links import LinkTable
 from common.state.node_core import NodeCore
 from decode_node.core.entries import EntryTable
 from decode_node.core.leg import DecodeLeg
-from decode_node.core.outbox import TokenOutbox
 from decode_node.core.reservations import Reservations
 from decode_node.core.takeover import Takeover
+from prefill_node.core import reports
 from prefill_node.core.ferry import Ferry
-from prefill_node.core.intake import Intake
 from prefill_node.core.jobs import JobTable
 from prefill_node.core.leg import PrefillLeg
 from router.core.lists import Lists
@@ -39,7 +39,7 @@ class Mutation:
 
     name: str
     rule: str
-    owner: type
+    owner: type | ModuleType
     attribute: str
     make: Callable[[Patched], object]
     profile: str = "all"
@@ -132,7 +132,7 @@ def _count_damaged(right: Patched) -> Patched:
         if entry is not None and entry.ledger is not None:
             layers, end = entry.ledger.num_layers, entry.spec.num_known
             whole = _FakePiece(number, 0, layers, entry.ledger.first_token_pos, end)
-            entry.ledger.arrived[number] = whole  # type: ignore[assignment]
+            entry.ledger.arrived[number] = whole
         return []
 
     return on_damaged
@@ -173,23 +173,11 @@ def _as_of_too_high(right: Patched) -> Patched:
     return beats
 
 
-def _no_age(right: Patched) -> Patched:
+def _forget_held(right: Patched) -> Patched:
     def job(self: Planner, request: Request, plan: object, now: float) -> object:
-        import msgspec
-
         return msgspec.structs.replace(right(self, request, plan, now), output_token_ids=request.output_token_ids[:0])  # type: ignore[type-var]
 
     return job
-
-
-def _drop_last(right: Patched) -> Patched:
-    def flush(self: TokenOutbox, clients: ClientTable) -> object:
-        for said in self._waiting.values():
-            if len(said) > 1:
-                said.pop()
-        return right(self, clients)
-
-    return flush
 
 
 def _accept_any_life(right: Patched) -> Patched:
@@ -203,6 +191,31 @@ def _accept_any_life(right: Patched) -> Patched:
     return on_heard
 
 
+def _no_age(right: Patched) -> Patched:
+    def job(self: Planner, request: Request, plan: object, now: float) -> object:
+        return msgspec.structs.replace(right(self, request, plan, now), waited_ms=0)  # type: ignore[type-var]
+
+    return job
+
+
+def _any_generation(right: Patched) -> Patched:
+    def on_granted(self: HandoverSender, key: object, first_token: int, now: float) -> object:
+        return right(self, self.key or key, first_token, now)
+
+    return on_granted
+
+
+def _never_unknown(right: Patched) -> Patched:
+    def on_heard(self: LinkTable, endpoint: str, sender: object, now: float, *, unknown: bool = False) -> object:
+        return right(self, endpoint, sender, now)
+
+    return on_heard
+
+
+def _never(_: Patched) -> Patched:
+    return lambda *arguments, **named: False
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("worker lists free nothing on decode", "13", DecodeLeg, "on_list", _nothing, "leaving"),
     Mutation("worker lists free nothing on prefill", "13", PrefillLeg, "on_list", _nothing, "leaving"),
@@ -212,10 +225,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a lost worker frees nothing on decode", "15", DecodeLeg, "on_client_lost", _nothing, "crashes"),
     Mutation("a lost worker frees nothing on prefill", "15", PrefillLeg, "on_client_lost", _nothing, "crashes"),
     Mutation("deadline starts again with each plan", "33", RequestTable, "_try_plan", _restart_deadline),
+    Mutation("age starts again with each plan", "17", Planner, "job", _no_age),
+    Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation),
+    Mutation("the transport's stop is not heard", "21", HandoverSender, "on_stopped", _none),
+    Mutation("reservations are granted to the unwanted", "13", Reservations, "_refusal", _none),
+    Mutation("HandedOver is not said again", "14", reports, "state", _nothing, "blips"),
+    Mutation("a forgotten client is not greeted again", "12", LinkTable, "on_heard", _never_unknown, "partitions"),
+    Mutation("a finished token ends without its reason", "31", PrefillLeg, "_note_first_token", _none),
+    Mutation("ungranted prompts are not bounded nor started", "18", PrefillLeg, "may_start", _never, "none"),
     Mutation("a token that is known is sent on again", "29", Request, "take", _repeat_token),
     Mutation("a gap in the tokens is swallowed", "29", Request, "take", _swallow_gap, "blips"),
     Mutation("reports of other attempts count", "3", RequestTable, "current", _any_attempt),
-    Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target),
+    Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target, "partitions"),
     Mutation("blocks are not pinned while they are read", "21", JobTable, "sync_pin", _forget_pin),
     Mutation("writing goes on after blocks are freed", "26", EntryTable, "_end_sequence", _leave_writing),
     Mutation("a damaged piece counts as there", "25", Takeover, "on_damaged", _count_damaged, "damage"),
@@ -230,14 +251,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("Commit and Reserve are not repeated", "24", HandoverSender, "tick", _nothing, "blips"),
     Mutation("the end of a finished request is said once", "15", DecodeLeg, "_tell_state", _nothing, "blips"),
     Mutation("the early token is not marked as the last", "14", PrefillLeg, "_on_finished", _nothing),
-    Mutation("a re-plan forgets the tokens held", "31", Planner, "job", _no_age),
-    Mutation("tokens are dropped from a full step", "30", TokenOutbox, "flush", _drop_last, "none"),
+    Mutation("a re-plan forgets the tokens held", "31", Planner, "job", _forget_held),
     Mutation("cancels and aborts free nothing", "16", EntryTable, "drop", _nothing, "leaving"),
     Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", _nothing, "full"),
     Mutation("draining grants go on", "37", Reservations, "drain", _nothing, "drain"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", _nothing, "drain"),
     Mutation("transfer slots are not given", "24", Ferry, "give_slots", _nothing, "none"),
-    Mutation("KV of a failed step stays cached", "8", Results, "_fail", _none, "deadlines"),
-    Mutation("a job is taken twice", "14", Intake, "_enqueue", _none),
-    Mutation("blocks are granted beyond the pool", "18", Admission, "reserve", _none, "full"),
 )

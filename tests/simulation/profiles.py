@@ -39,7 +39,7 @@ class Profile:
 PROFILES: dict[str, Profile] = {
     "none": Profile(),
     "delays": Profile(delays=True),
-    "blips": Profile(delays=True, blips=4),
+    "blips": Profile(delays=True, blips=8),
     "partitions": Profile(delays=True, partitions=3, slow=0.5),
     "crashes": Profile(delays=True, crashes=2),
     "freezes": Profile(delays=True, freezes=2, wedges=0.2),

@@ -41,7 +41,7 @@ class Run:
     _by_stream: dict[str, StreamJudge] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.trace)
+        self.watch = Watch(self.trace, clock_slack_s=0.01 + self._frozen_s())
         self.world = World(
             self.plan.seed,
             timers=self.plan.workers[0].timers,
@@ -101,6 +101,8 @@ class Run:
                 process = self._process(host)
                 if process is not None and not process.frozen:
                     process.freeze()
+                    others = self._frozen_s() - duration_s
+                    world.loop.after(NOTICE_S + others + self._slowest_s, self._check_notice, process)
                     self._later(duration_s)
                     world.loop.after(duration_s, process.thaw)
             case Wedge(_, host, restart_s):
@@ -132,7 +134,7 @@ class Run:
             return
         sampling = SamplingParams(max_new_tokens=ask.max_new_tokens, seed=ask.seed, do_sample=True)
         stream = self.world.send_request(worker, ask.prompt, sampling, priority=ask.priority, timeout_s=ask.timeout_s)
-        judge = StreamJudge(stream, ask.poisoned)
+        judge = StreamJudge(stream, ask.poisoned, slack_s=self._frozen_s() + 0.5)
         self.judges[ask.number] = self._by_stream[stream.request.request_id] = judge
 
     def _crash_now(self, process: Process) -> None:
@@ -172,12 +174,10 @@ class Run:
     def _ended(self, process: Process, why: str) -> None:
         """A node that is gone is noticed in time by all workers that are awake."""
         if isinstance(process, SimNode):
-            frozen = [deed for deed in self.plan.deeds if isinstance(deed, Freeze) and deed.host.startswith("W")]
-            slack = sum(deed.duration_s for deed in frozen) + self._slowest_s
-            self.world.loop.after(NOTICE_S + slack, self._check_notice, process)
+            self.world.loop.after(NOTICE_S + self._frozen_s() + self._slowest_s, self._check_notice, process)
 
     def _check_notice(self, gone: Process) -> None:
-        complaint = judge_notice(self.world, gone)
+        complaint = judge_notice(self.world, gone) if gone.frozen or not gone.alive else None
         if complaint is not None:
             raise Violation(complaint)
 
@@ -209,16 +209,16 @@ class Run:
     def _ask_probe(self, number: int, worker: SimWorker) -> None:
         sampling = SamplingParams(max_new_tokens=3, seed=number, do_sample=True)
         stream = self.world.send_request(worker, PROBE_PROMPT, sampling, priority=1, timeout_s=6.0)
-        judge = StreamJudge(stream, poisoned=False, must_succeed=True)
+        judge = StreamJudge(stream, poisoned=False, must_succeed=True, slack_s=self._frozen_s() + 0.5)
         self.judges[-1 - number] = self._by_stream[stream.request.request_id] = judge
 
     def _run_to_end(self) -> None:
         loop = self.world.loop
-        slack = self._frozen_s() + 0.5
         while any(not judge.stream.over for judge in self.judges.values()):
             loop.run_until(loop.now() + POLL_S)
             for judge in self.judges.values():
-                judge.check_time(loop.now(), slack)
+                if not judge.stream.over:
+                    judge.check_time(loop.now())
         for judge in self.judges.values():
             self._watch_calm()
             self.counts[judge.verdict(troubled=self.plan.troubled, calm_at=self.calm_at)] += 1
@@ -226,7 +226,7 @@ class Run:
     def _watch_calm(self) -> None:
         """Without faults nothing is lost on the way: no attempt ends that the worker did not end."""
         for what in self.watch.counts if not self.plan.troubled else ():
-            if what.startswith("Gone lost") or what.endswith(("lost", "after Commit")):
+            if what.startswith("Gone lost") or what == "HandoverFailed lost":
                 raise Violation(f"without any fault: {what}")
 
     def _run_to_quiet(self) -> None:

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.ids import Incarnation, RequestId
-from common.protocol.messages import Committed, Gone, HandedOver, HandoverFailed, Job, Message, Refused
+from common.protocol.messages import Committed, Gone, Granted, HandedOver, HandoverFailed, Job, Message, Refused
 from common.state.actions import Send
+from ops.simulate.node import SimNode
 from ops.simulate.process import Process
+from ops.simulate.worker import SimWorker, Stream
 from tests.simulation.checks import Violation
 
 
@@ -17,6 +19,8 @@ class Watch:
 
     also: Callable[[Process, object], None] | None = None
     """Another trace to be called first."""
+    clock_slack_s: float = 0.01
+    """A request may have waited this long for a worker that was frozen."""
     counts: Counter[str] = field(default_factory=Counter)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
 
@@ -26,6 +30,14 @@ class Watch:
             self.also(process, what)
         if isinstance(what, Send):
             self._sent(process, what.message)
+
+    def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
+        """Age and deadline go on over all attempts."""
+        waited_s = process.loop.now() - stream.sent_at
+        wrong = abs(message.waited_ms / 1000 - waited_s) > self.clock_slack_s
+        remaining_s = max(0.0, stream.request.timeout_s - waited_s)
+        if wrong or abs(message.remaining_ms / 1000 - remaining_s) > self.clock_slack_s:
+            raise Violation(f"attempt {message.attempt} of {message.request_id[:8]} starts its age or deadline anew")
 
     def _sent(self, process: Process, message: Message) -> None:
         match message:
@@ -38,6 +50,13 @@ class Watch:
                     )
             case Job(attempt=attempt):
                 self.counts["Job again" if attempt > 1 else "Job"] += 1
+                stream = process.streams[message.request_id] if isinstance(process, SimWorker) else None
+                if stream is not None and list(message.output_token_ids) != stream.token_ids:
+                    raise Violation(f"attempt {attempt} of {message.request_id[:8]} leaves out tokens that are held")
+                if stream is not None:
+                    self._check_clocks(process, stream, message)
+            case Granted() if isinstance(process, SimNode) and process.core.draining_since is not None:
+                raise Violation(f"{process.host} drains and grants room")
             case HandoverFailed(reason=reason, commit_sent=commit_sent):
                 self.counts[f"HandoverFailed {reason}{' after Commit' if commit_sent else ''}"] += 1
             case Gone(reason=reason, detail=detail):
