@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 from common.config.protocol import Timers
 from common.errors import InvariantError
-from common.ids import Incarnation, RequestId
+from common.ids import Incarnation, PlanKey, RequestId
 from common.protocol.messages import Beat, BeatEntry, ClientKind
+
+FORGOTTEN_KEPT = 256
 
 
 @dataclass(slots=True)
@@ -27,6 +29,10 @@ class Client:
     entries: dict[RequestId, BeatEntry] = field(default_factory=dict)
     link_seq: int = 0
     """Number of the last Tokens message sent to it."""
+    returned: bool = False
+    """It was silent for too long, so that what it had here is gone."""
+    lost: frozenset[PlanKey] = frozenset()
+    """What its first list after that expected here: whether it once was here is not known any more."""
 
     def take(self, beat: Beat, now: float) -> bool:
         """Adopt a list unless it is older than the present one."""
@@ -35,6 +41,9 @@ class Client:
             return False
         self.beat_no, self.as_of, self.last_beat = beat.beat_no, beat.as_of, now
         self.entries = {entry.request_id: entry for entry in beat.entries}
+        if self.returned:
+            self.returned = False
+            self.lost = frozenset(PlanKey(e.request_id, e.attempt) for e in beat.entries if e.expected)
         return True
 
     def wants(self, number: int, request_id: RequestId, attempt: int, generation: int = 0) -> bool:
@@ -51,6 +60,8 @@ class ClientTable:
 
     timers: Timers
     clients: dict[Incarnation, Client] = field(default_factory=dict)
+    _forgotten: dict[Incarnation, None] = field(default_factory=dict)
+    """Lives that were silent for too long, the latest ones."""
 
     def get(self, incarnation: Incarnation) -> Client | None:
         """The client of this life, if it said Hello and was heard lately."""
@@ -61,6 +72,8 @@ class ClientTable:
         client = self.clients.get(incarnation)
         if client is None:
             client = self.clients[incarnation] = Client(incarnation, kind, name, now)
+            client.returned = incarnation in self._forgotten
+            self._forgotten.pop(incarnation, None)
         client.last_heard = now
         return client
 
@@ -83,6 +96,9 @@ class ClientTable:
         silent = [c for c in self.clients.values() if now - c.last_heard > self.timers.client_silent_s]
         for client in silent:
             del self.clients[client.incarnation]
+            self._forgotten[client.incarnation] = None
+        while len(self._forgotten) > FORGOTTEN_KEPT:
+            del self._forgotten[next(iter(self._forgotten))]
         return silent
 
     def check_invariants(self) -> None:

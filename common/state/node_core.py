@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from common.config.protocol import Timers
 from common.errors import InvariantError
-from common.ids import Incarnation
+from common.ids import Incarnation, PlanKey
 from common.model_info import Compatibility, ModelInfo
 from common.protocol.messages import (
     PROTOCOL_VERSION,
@@ -161,14 +161,24 @@ class NodeCore:
         for leg in self.legs:
             actions += leg.on_list(client, now)
         if client.kind == "worker":
-            for entry in client.entries.values():
-                if entry.expected and not any(leg.knows(entry.request_id, entry.attempt) for leg in self.legs):
-                    reason: GoneReason = "never_known" if "prefill" in self.roles else "lost"
-                    gone = Gone(request_id=entry.request_id, attempt=entry.attempt, reason=reason)
-                    actions.append(Send(client.incarnation, gone))
+            actions += self._answer_unknown(client)
         if beat.last:
             actions += self._client_lost(client, now)
             self.clients.remove(client.incarnation)
+        return actions
+
+    def _answer_unknown(self, client: Client) -> list[Action]:
+        """Say what is expected here and is not. `never_known` has the same Job sent again: only if it never was here,
+        for an attempt that got as far as a Commit must not be run a second time."""
+        actions: list[Action] = []
+        for entry in client.entries.values():
+            key = PlanKey(entry.request_id, entry.attempt)
+            if entry.expected and not any(leg.knows(*key) for leg in self.legs):
+                may_have_been = "prefill" not in self.roles or key in client.lost
+                reason: GoneReason = "lost" if may_have_been else "never_known"
+                actions.append(
+                    Send(client.incarnation, Gone(request_id=key.request_id, attempt=key.attempt, reason=reason))
+                )
         return actions
 
     def _client_lost(self, client: Client, now: float) -> list[Action]:

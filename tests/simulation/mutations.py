@@ -180,17 +180,6 @@ def _forget_held(right: Patched) -> Patched:
     return job
 
 
-def _accept_any_life(right: Patched) -> Patched:
-    def on_heard(self: LinkTable, endpoint: str, sender: object, now: float, *, unknown: bool = False) -> object:
-        link = self.links.get(endpoint)
-        if link is not None and link.up:
-            link.last_heard = now
-            return []
-        return right(self, endpoint, sender, now, unknown=unknown)
-
-    return on_heard
-
-
 def _no_age(right: Patched) -> Patched:
     def job(self: Planner, request: Request, plan: object, now: float) -> object:
         return msgspec.structs.replace(right(self, request, plan, now), waited_ms=0)  # type: ignore[type-var]
@@ -246,7 +235,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("the death of a node moves no request", "9", Reports, "on_node_lost", _nothing, "crashes"),
     Mutation("the death of a decode node is not followed", "9", HandoverSender, "on_peer_lost", _nothing, "crashes"),
     Mutation("silence is not judged", "9", LinkTable, "_judge", _nothing, "freezes"),
-    Mutation("another life counts as the old one", "1", LinkTable, "on_heard", _accept_any_life, "crashes"),
     Mutation("Job is not sent again", "14", Reports, "_on_gone", _nothing),
     Mutation("Commit and Reserve are not repeated", "24", HandoverSender, "tick", _nothing, "blips"),
     Mutation("the end of a finished request is said once", "15", DecodeLeg, "_tell_state", _nothing, "blips"),

@@ -1,10 +1,10 @@
 """A node's decisions that do not depend on its role."""
 
 from common.config.protocol import Timers
-from common.ids import Incarnation
+from common.ids import Incarnation, RequestId
 from common.kv.block_pool import BlockPool
 from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import PROTOCOL_VERSION, Beat, Envelope, Hello, OtherLife, Welcome
+from common.protocol.messages import PROTOCOL_VERSION, Beat, BeatEntry, Envelope, Gone, Hello, OtherLife, Welcome
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.state.actions import ExitProcess, Send
@@ -14,7 +14,25 @@ from common.state.node_core import NodeCore, NodeIdentity
 ME, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
 
 
-def make_core() -> NodeCore:
+class PrefillRole:
+    """A leg that has the role and holds nothing."""
+
+    role = "prefill"
+
+    def knows(self, request_id, attempt):
+        return False
+
+    def check_invariants(self):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *arguments: []
+
+
+PREFILL_ROLE = (PrefillRole(),)
+
+
+def make_core(legs=()) -> NodeCore:
     identity = NodeIdentity(
         ME,
         "n",
@@ -23,7 +41,7 @@ def make_core() -> NodeCore:
             protocol_version=PROTOCOL_VERSION, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
         ),
     )
-    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), [])
+    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), legs)
 
 
 def said(actions, kind):
@@ -58,3 +76,24 @@ def test_a_draining_node_with_nothing_left_ends():
     core.handle(Tick(), 0.0)
     core.handle(DrainRequested(), 0.1)
     assert [a.code for a in core.handle(Tick(), 0.2) if isinstance(a, ExitProcess)] == [0]
+
+
+def test_what_a_returning_client_expects_may_have_been_here():
+    """never_known has the same Job sent again; an attempt that got as far as a Commit must not be run a second time."""
+    core = make_core(PREFILL_ROLE)
+    hello = Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w")))
+
+    def answers(number: int, now: float) -> list[str]:
+        entry = BeatEntry(request_id=RequestId("a" * 32), attempt=number, next_index=0, expected=True)
+        beat = Beat(beat_no=number, as_of=number, entries=(entry,))
+        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, ME, beat)), now), Gone)]
+
+    core.handle(hello, 0.0)
+    assert answers(1, 0.1) == ["never_known"]
+    for tick in range(40):
+        core.handle(Tick(), 0.1 * tick)
+    assert WORKER not in core.clients.clients
+    core.handle(hello, 4.1)
+    assert answers(2, 4.2) == ["lost"]
+    assert answers(3, 4.7) == ["never_known"]  # a Job that was lost on its way since
+    core.check_invariants()

@@ -1,0 +1,144 @@
+"""The prefill node's end of a hand-over, by itself."""
+
+from array import array
+
+from common.config.protocol import Limits, Timers
+from common.ids import Incarnation, RequestId, TransferKey
+from common.protocol.messages import Abort, Candidate, Commit, Committed, Reserve
+from common.sampling_params import SamplingParams
+from common.state.actions import Send, SendPiece, StopPieces
+from common.state.handover_send import HandoverSender, KvShape, NextToken, SendState
+
+ME, FIRST, SECOND = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
+TOKEN = NextToken(token_id=5, index=0, num_tokens=6, cached_tokens=0)
+
+
+def make_sender(num_layers: int = 2) -> HandoverSender:
+    reserve = Reserve(
+        key=TransferKey(RequestId("a" * 32), 1, 0, ME, Incarnation("")),
+        transfer_no=0,
+        plan_no=1,
+        worker=Incarnation("4" * 32),
+        prompt_token_ids=array("I", range(6)),
+        output_token_ids=array("I"),
+        sampling=SamplingParams(max_new_tokens=4),
+        priority=3,
+        remaining_ms=0,
+        waited_ms=0,
+    )
+    numbers = iter(range(1, 100))
+    return HandoverSender(
+        me=ME,
+        reserve=reserve,
+        candidates=[Candidate(incarnation=peer, name="d", endpoint="e") for peer in (FIRST, SECOND)],
+        shape=KvShape(num_layers, 1024),
+        timers=Timers(),
+        limits=Limits(piece_target_bytes=1024),
+        new_transfer_no=lambda: next(numbers),
+        deadline=60.0,
+        accepted_at=0.0,
+    )
+
+
+def pieces(actions):
+    return [action.piece.number for action in actions if isinstance(action, SendPiece)]
+
+
+def messages(actions, kind):
+    return [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+def key_of(sender: HandoverSender) -> TransferKey:
+    assert sender.key is not None
+    return sender.key
+
+
+def granted(sender: HandoverSender) -> HandoverSender:
+    sender.ask(0.0)
+    sender.on_granted(key_of(sender), 0, 0.1)
+    sender.give_slot(0.1)
+    return sender
+
+
+def committing() -> HandoverSender:
+    sender = granted(make_sender())
+    sender.progress(0, 6, 2, 0.2)
+    sender.token_known(TOKEN, 0.2)
+    assert sender.state is SendState.COMMITTING
+    return sender
+
+
+def test_commit_goes_out_when_every_layer_of_every_chunk_was_given():
+    sender = granted(make_sender())
+    assert pieces(sender.progress(0, 4, 1, 0.2)) == [0]
+    assert pieces(sender.progress(0, 4, 2, 0.3)) == [1]
+    assert pieces(sender.progress(4, 6, 1, 0.4)) == [2]
+    assert messages(sender.token_known(TOKEN, 0.5), Commit) == []
+    last = sender.progress(4, 6, 2, 0.6)
+    assert pieces(last) == [3]
+    assert messages(last, Commit)[0].num_pieces == 4
+
+
+def test_what_the_decode_node_has_is_not_sent():
+    sender = make_sender()
+    sender.ask(0.0)
+    sender.on_granted(key_of(sender), 4, 0.1)
+    sender.give_slot(0.1)
+    given = sender.progress(0, 6, 2, 0.2)
+    assert {action.piece.token_start for action in given if isinstance(action, SendPiece)} == {4}
+
+
+def test_a_refusal_before_the_commit_asks_the_next_one_as_a_new_generation():
+    sender = granted(make_sender())
+    sender.progress(0, 6, 2, 0.2)
+    old = key_of(sender)
+    actions = sender.on_refused(old, "full", 0.3)
+    assert StopPieces(old) in actions
+    assert messages(actions, Abort) == [Abort(key=old)]
+    assert messages(actions, Reserve)[0].key.decode == SECOND
+    assert key_of(sender).generation == old.generation + 1
+    assert sender.on_granted(old, 0, 0.4) is None  # late: answered by Abort
+
+
+def test_a_refusal_after_the_commit_ends_the_attempts_hand_over():
+    """Rule 4: there is one target for the Commit, ever."""
+    sender = committing()
+    assert messages(sender.on_refused(key_of(sender), "not_reserved", 0.4), Reserve) == []
+    assert sender.state is SendState.FAILED
+    assert sender.commit_sent
+
+
+def test_missing_pieces_are_sent_again_while_the_blocks_are_there():
+    sender = committing()
+    assert pieces(sender.on_committed(Committed(key=key_of(sender), complete=False, missing=(1,)), 0.4)) == [1]
+    sender.forget_pieces()
+    assert pieces(sender.on_committed(Committed(key=key_of(sender), complete=False, missing=(1,)), 0.5)) == []
+
+
+def test_abort_stops_what_is_being_read_also_after_the_hand_over():
+    sender = committing()
+    sender.on_committed(Committed(key=key_of(sender), complete=False), 0.4)
+    assert sender.pieces_in_flight == 2
+    assert sender.abort(0.5) == [StopPieces(key_of(sender))]
+    assert sender.abort(0.6) == []
+    sender.on_stopped(key_of(sender))
+    assert sender.pieces_in_flight == 0
+
+
+def test_an_unanswered_commit_is_repeated_then_given_up():
+    sender = committing()
+    assert messages(sender.tick(0.3, target_up=True), Commit) == []
+    assert len(messages(sender.tick(0.8, target_up=True), Commit)) == 1
+    assert messages(sender.tick(1.4, target_up=False), Commit) == []
+    sender.tick(5.3, target_up=True)
+    assert (sender.state, sender.failure) == (SendState.FAILED, "commit_unanswered")
+
+
+def test_no_candidate_left_is_no_room():
+    sender = make_sender()
+    sender.ask(0.0)
+    sender.tick(1.1, target_up=True)
+    assert key_of(sender).decode == SECOND
+    sender.tick(2.2, target_up=True)
+    assert (sender.state, sender.failure) == (SendState.FAILED, "no_room")
+    sender.check_invariants()

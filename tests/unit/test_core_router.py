@@ -1,0 +1,186 @@
+"""The router's requests: what each node is told to keep, and that only the attempt under way counts."""
+
+import random
+from array import array
+
+import pytest
+
+from common.config.protocol import Limits, Timers
+from common.errors import UnavailableError
+from common.ids import Incarnation, RequestId
+from common.model_info import Compatibility, ModelInfo
+from common.protocol.messages import (
+    Beat,
+    Cancel,
+    Envelope,
+    FirstToken,
+    Gone,
+    HandedOver,
+    Job,
+    Role,
+    Status,
+    Tokens,
+    TokensEntry,
+    Welcome,
+)
+from common.sampling_params import SamplingParams
+from common.state.actions import Send
+from common.state.events import Received, Tick
+from router.api import GenerateRequest
+from router.core.core import RouterCore
+from router.core.effects import Deliver, Finish
+
+ME, PREFILL, DECODE = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
+REQUEST = RequestId("a" * 32)
+
+
+class Bench:
+    """A router worker with one prefill and one decode node."""
+
+    def __init__(self) -> None:
+        self.core = RouterCore("w", Timers(), Limits(), random.Random(0))
+        roles: tuple[tuple[Incarnation, Role], ...] = ((PREFILL, "prefill"), (DECODE, "decode"))
+        for peer, role in roles:
+            self.core.add_static(role, 0.0)
+            welcome = Welcome(
+                name=role,
+                roles=(role,),
+                model=ModelInfo(name="m", vocab_size=8, max_model_len=64, max_position_embeddings=64),
+                compatibility=Compatibility(
+                    protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
+                ),
+            )
+            self.tell(peer, role, welcome, 0.0)
+            self.tell(peer, role, Status(status_no=1), 0.0)
+
+    def tell(self, peer: Incarnation, endpoint: str, message, now: float):
+        effects = self.core.handle(Received(Envelope(peer, ME, message), endpoint), now)
+        self.core.check_invariants()
+        return effects
+
+    def submit(self, now: float = 0.1):
+        asked = GenerateRequest(REQUEST, "m", array("I", [1, 2, 3]), SamplingParams(max_new_tokens=4), timeout_s=30.0)
+        return self.core.submit(asked, now)
+
+    def hand_over(self, now: float = 0.2):
+        return self.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=DECODE), now)
+
+    def tokens(self, seq: int, first: int, ids: tuple[int, ...], finish=None, attempt: int = 1, now: float = 0.3):
+        entry = TokensEntry(request_id=REQUEST, attempt=attempt, first_index=first, token_ids=ids, finish=finish)
+        return self.tell(DECODE, "decode", Tokens(link_seq=seq, entries=(entry,)), now)
+
+    def wanted(self, now: float) -> dict[Incarnation, list[tuple[int, bool, bool]]]:
+        """What the lists say, by node: attempt, expected, resend."""
+        beats = said(self.core.handle(Tick(), now), Beat)
+        return {peer: [(e.attempt, e.expected, e.resend) for e in beat.entries] for peer, beat in beats.items()}
+
+
+def said(effects, kind):
+    return {
+        effect.peer: effect.message
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    }
+
+
+def delivered(effects):
+    return [token for effect in effects if isinstance(effect, Deliver) for token in effect.event.token_ids]
+
+
+def ends(effects):
+    return [effect.event for effect in effects if isinstance(effect, Finish)]
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_the_prefill_node_is_told_to_keep_a_request_until_the_decode_node_speaks(bench):
+    """Rule 12, and why blocks are back within a second of an abort: nobody has to guess how long pieces are needed."""
+    assert said(bench.submit(), Job)[PREFILL].attempt == 1
+    assert bench.wanted(0.6) == {PREFILL: [(1, True, False)], DECODE: [(1, False, False)]}
+    bench.hand_over()
+    assert bench.wanted(1.1) == {PREFILL: [(1, False, False)], DECODE: [(1, True, False)]}
+    bench.tokens(1, 0, (5,))
+    assert bench.wanted(1.6) == {PREFILL: [], DECODE: [(1, True, False)]}
+
+
+def test_both_nodes_are_cancelled_while_both_may_hold_something(bench):
+    bench.submit()
+    bench.hand_over()
+    assert said(bench.core.cancel(REQUEST, "left", 0.4), Cancel).keys() == {PREFILL, DECODE}
+
+
+def test_each_index_reaches_the_client_once(bench):
+    """Rule 29."""
+    bench.submit()
+    first = FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=5)
+    assert delivered(bench.tell(PREFILL, "prefill", first, 0.2)) == [5]
+    bench.hand_over()
+    assert delivered(bench.tokens(1, 0, (5, 6))) == [6]
+    assert delivered(bench.tokens(2, 1, (6,))) == []
+
+
+def test_a_gap_is_asked_for_with_the_next_list(bench):
+    bench.submit()
+    bench.hand_over()
+    bench.wanted(0.6)
+    assert delivered(bench.tokens(1, 1, (6,), now=0.7)) == []
+    assert bench.wanted(0.75)[DECODE] == [(1, True, True)]
+    assert delivered(bench.tokens(2, 0, (5, 6), now=0.8)) == [5, 6]
+
+
+def test_what_concerns_another_attempt_changes_nothing(bench):
+    """Rule 3."""
+    bench.submit()
+    bench.hand_over()
+    assert bench.tokens(1, 0, (5, 6, 7, 8), finish="length", attempt=2) == []
+    assert bench.core.requests[REQUEST].next_index == 0
+
+
+def test_a_lost_attempt_is_planned_again_with_the_tokens_held_and_its_age(bench):
+    """Rules 31 and 35."""
+    bench.submit(0.1)
+    bench.hand_over()
+    bench.tokens(1, 0, (5, 6))
+    bench.tell(DECODE, "decode", Gone(request_id=REQUEST, attempt=1, reason="lost"), 2.0)
+    bench.tell(PREFILL, "prefill", Status(status_no=2), 2.0)
+    job = said(bench.core.handle(Tick(), 2.2), Job)[PREFILL]
+    assert (job.attempt, list(job.output_token_ids), job.waited_ms) == (2, [5, 6], 2100)
+    assert job.remaining_ms == 27_900
+
+
+def test_a_request_ends_once(bench):
+    bench.submit()
+    bench.hand_over()
+    assert [end.outcome for end in ends(bench.tokens(1, 0, (5, 6, 7, 8), finish="length"))] == ["length"]
+    assert bench.tokens(2, 0, (5, 6, 7, 8), finish="length") == []
+    assert bench.core.cancel(REQUEST, "left", 0.5) == []
+    assert bench.core.is_quiescent()
+
+
+def test_a_request_times_out_by_its_deadline_wherever_it_is(bench):
+    bench.submit(0.1)
+    assert ends(bench.core.handle(Tick(), 30.0)) == []
+    assert [end.outcome for end in ends(bench.core.handle(Tick(), 30.1))] == ["timeout"]
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up(bench):
+    for number in range(2000):
+        asked = GenerateRequest(
+            RequestId(f"{number:032x}"), "m", array("I", [1]), SamplingParams(max_new_tokens=4), timeout_s=600.0
+        )
+        bench.core.submit(asked, 0.1)
+        bench.core.cancel(asked.request_id, "left", 0.1)
+    assert len(bench.core._table._deadlines) < 600
+
+
+def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(bench):
+    bench.submit()
+    bench.core.drain(0.2)
+    with pytest.raises(UnavailableError):
+        bench.submit()
+    bench.hand_over()
+    assert ends(bench.tokens(1, 0, (5,), finish="stop"))
+    assert all(beat.last for beat in said(bench.core.close(0.5), Beat).values())
