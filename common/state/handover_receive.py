@@ -4,7 +4,11 @@ QUEUED      no room yet; the reservation waits
 RESERVED    blocks are kept, pieces may be written
 OWNED       committed: this node answers for the request, but pieces are missing still
 RUNNING     every piece is there and right: it decodes
-FINISHED, FAILED, GIVEN_BACK, LOST   records without blocks, kept until the worker's list no longer has them
+FINISHED    its last token was drawn
+FAILED      no token could be drawn
+GIVEN_BACK  preempted, or drained: it goes on elsewhere
+LOST        it cannot go on here: pieces or time are missing
+The last four are records without blocks, kept until the worker's list no longer has them.
 
 PROTOCOL rules 15, 16, 23 to 27.
 """
@@ -34,12 +38,19 @@ class ReceiveEvent(Enum):
     """What moves it. Leaving the table altogether (abort, reaping) needs no row."""
 
     GRANT = auto()
+    """There is room."""
     COMMIT = auto()
+    """The prefill node hands it over."""
     COMPLETE = auto()
+    """The last missing piece is there, and all are right."""
     FINISH = auto()
+    """Its last token was drawn."""
     FAIL = auto()
+    """No token could be drawn."""
     GIVE_BACK = auto()
+    """Preempted, or the drain took too long."""
     LOSE = auto()
+    """Pieces did not come or are wrong, or its deadline passed."""
 
 
 _S, _E = ReceiveState, ReceiveEvent

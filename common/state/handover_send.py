@@ -1,7 +1,8 @@
 """The prefill node's end of a hand-over: asks candidates, pushes pieces, commits to one. Pure.
 
 IDLE        nothing asked yet
-ASKING      Reserve sent to a candidate, repeated; QUEUED once it said that room will come
+ASKING      Reserve sent to a candidate, repeated
+QUEUED      the candidate said that it has no room yet
 GRANTED     pieces go out as layers and chunks are computed; when all are given and the token is known: Commit
 COMMITTING  Commit sent, repeated; the one decode node of this attempt is fixed from here on
 COMMITTED   the decode node owns the request; pieces may be asked for again until it says that it has them all
@@ -41,12 +42,19 @@ class SendEvent(Enum):
     """What moves it."""
 
     ASK = auto()
+    """The next candidate is asked, under a generation of its own."""
     QUEUED = auto()
+    """The candidate has no room yet."""
     GRANTED = auto()
+    """The candidate keeps room."""
     COMMIT = auto()
+    """All pieces were given to the transport and the next token is known."""
     COMMITTED = auto()
+    """The decode node says that it owns the request."""
     FAIL = auto()
+    """No candidate is left, or the Commit led to nothing."""
     ABORT = auto()
+    """The request is not wanted any more, or ended with its first token."""
 
 
 _S, _E = SendState, SendEvent

@@ -28,21 +28,32 @@ class LinkState(Enum):
     """What may be done over a link."""
 
     CONNECTING = auto()
+    """No Welcome yet."""
     ALIVE = auto()
+    """Welcomed, and heard lately: may get new work."""
     SUSPECT = auto()
+    """Silent for a while, or its connection broke: keeps what it has, gets no new work."""
     DEAD = auto()
+    """That life has ended, or counts as ended; whoever lives there next must welcome us first."""
     REFUSED = auto()
+    """The node answered Hello with a refusal, which is kept; it is asked again with every beat."""
 
 
 class LinkEvent(Enum):
     """What moves a link."""
 
     WELCOME = auto()
+    """It answered Hello."""
     HEARD = auto()
+    """Any other message of the same life."""
     CLOSED = auto()
+    """The transport lost the connection."""
     SILENT = auto()
+    """Not heard for suspect_s."""
     LOST = auto()
+    """Refused connection, another life, silence for dead_after_s, or an engine that makes no step."""
     HELLO_REFUSED = auto()
+    """It answered Hello with a refusal."""
 
 
 _S, _E = LinkState, LinkEvent

@@ -6,7 +6,7 @@ COMPUTED   its next token is known; the hand-over goes on
 HANDED     a decode node owns the request; blocks stay until that node has every piece, or the worker heard it speak
 FINISHED   the first token ended it
 FAILED     no hand-over: the worker plans again; the KV may be held for a next attempt here
-GIVEN_BACK drain
+GIVEN_BACK the drain took too long: the worker plans it again elsewhere
 The last four are records, kept until the worker's list no longer has them.
 """
 
@@ -36,11 +36,17 @@ class JobEvent(Enum):
     """What moves a job. Leaving the table altogether (reaping, cancel) needs no row."""
 
     START = auto()
+    """It got blocks for all its tokens."""
     PREFILLED = auto()
+    """All is computed and the next token is known."""
     FINISH = auto()
+    """The first token is the last one."""
     HAND_OVER = auto()
+    """A decode node said that it owns the request."""
     FAIL = auto()
+    """No hand-over: no room, a loss, the deadline, or no token could be drawn."""
     GIVE_BACK = auto()
+    """The drain took too long."""
 
 
 _S, _E = JobState, JobEvent

@@ -30,7 +30,9 @@ class RequestEvent(Enum):
     DECODE_TOKENS = auto()
     """A decode node of the plan sent tokens: it owns the attempt, whether or not HandedOver came."""
     HANDED_OVER = auto()
+    """The prefill node says which decode node owns the attempt."""
     HANDOVER_FAILED = auto()
+    """The prefill node can go no further with it."""
     NEVER_KNOWN = auto()
     """The prefill node never saw the Job: it is sent again, unchanged."""
     LOST = auto()
@@ -38,6 +40,7 @@ class RequestEvent(Enum):
     GIVEN_BACK = auto()
     """The decode node ran out of blocks."""
     END = auto()
+    """Its last token came, its client left, its deadline passed, or it failed for good."""
 
 
 _S, _E = RequestState, RequestEvent

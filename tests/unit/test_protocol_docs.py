@@ -1,0 +1,107 @@
+"""The pages on states and messages are up to date, and every table and every state is on them."""
+
+import importlib
+import pkgutil
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+import common
+import decode_node.core
+import ops.docs_protocol
+import prefill_node.core
+import router.core
+from common.protocol.messages import MESSAGE_TYPES
+from common.scheduling.sequence import TRANSITIONS, Status
+from common.state.table import Table
+from ops.docs_protocol import PROTOCOL, STATES, main, message_table, with_messages
+from ops.docs_states import all_machines, state_meanings, states_page, texts_below
+
+MACHINES = all_machines()
+
+
+def tables_of_the_code() -> dict[str, "Table[Enum, Enum]"]:
+    """Every Table that a module of the cores has, by its name."""
+    found: dict[str, Table[Enum, Enum]] = {}
+    for package in (common, router.core, prefill_node.core, decode_node.core):
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if info.name.startswith("common.") and not info.name.startswith(("common.state", "common.scheduling")):
+                continue
+            module = importlib.import_module(info.name)
+            found |= {value.name: value for value in vars(module).values() if isinstance(value, Table)}
+    return found
+
+
+def test_the_pages_are_up_to_date():
+    assert STATES.read_text(encoding="utf-8") == states_page(), "run python -m ops.docs_protocol"
+    page = PROTOCOL.read_text(encoding="utf-8")
+    assert with_messages(page) == page, "run python -m ops.docs_protocol"
+    assert main(["--check"]) == 0
+
+
+def test_every_table_of_the_code_is_drawn():
+    tables = tables_of_the_code()
+    assert len(tables) >= 5
+    assert {name.lower() for name in tables} == {machine.title.lower() for machine in MACHINES} - {"sequence"}
+    for machine in MACHINES:
+        if machine.title != "Sequence":
+            table = next(table for name, table in tables.items() if name.lower() == machine.title.lower())
+            assert {(state, event): to for state, event, to in machine.rows} == table.rows
+
+
+def test_the_schedulers_transitions_are_drawn():
+    rows = MACHINES[-1].rows
+    assert {(here, to) for here, _, to in rows} == {(here, to) for here in Status for to in TRANSITIONS[here]}
+    assert MACHINES[-1].starts == (Status.WAITING, Status.RESERVED)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.title)
+def test_every_state_and_event_has_a_meaning(machine):
+    texts = state_meanings(machine.states)
+    assert set(texts) == {state.name for state in machine.states}
+    if machine.events is not None:
+        texts |= texts_below(machine.events)
+        assert {event.name for event in machine.events} <= set(texts)
+    assert not any("|" in text for text in texts.values()), "it goes into a table"
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.title)
+def test_every_state_can_be_reached_and_every_event_moves_something(machine):
+    reached = set(machine.starts)
+    while True:
+        more = reached | {to for here, _, to in machine.rows if here in reached}
+        if more == reached:
+            break
+        reached = more
+    assert reached == set(machine.states)
+    if machine.events is not None:
+        assert {event for _, event, _ in machine.rows} == set(machine.events)
+
+
+def test_every_message_is_in_the_table():
+    rows = [line for line in message_table().splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert [row.split(" | ")[1] for row in rows] == [cls.__name__ for _, cls in sorted(MESSAGE_TYPES.items())]
+    for row, (_, cls) in zip(rows, sorted(MESSAGE_TYPES.items()), strict=True):
+        assert row.count(" | ") == 3
+        assert " → " in row.split(" | ")[2], "the docstring begins with the direction"
+        assert all(name in row for name in cls.__struct_fields__)
+
+
+def test_stale_pages_are_told_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    states, protocol = tmp_path / "states.md", tmp_path / "protocol.md"
+    protocol.write_text(PROTOCOL.read_text(encoding="utf-8").replace("| 24 | Revoke", "| 99 | Recant"))
+    monkeypatch.setattr(ops.docs_protocol, "STATES", states)
+    monkeypatch.setattr(ops.docs_protocol, "PROTOCOL", protocol)
+    assert main(["--check"]) == 1
+    assert "states.md is not up to date" in capsys.readouterr().err
+    assert not states.exists()
+    assert main([]) == 0
+    assert states.read_text(encoding="utf-8") == STATES.read_text(encoding="utf-8")
+    assert protocol.read_text(encoding="utf-8") == PROTOCOL.read_text(encoding="utf-8")
+    assert main(["--check"]) == 0
+
+
+def test_a_page_without_the_marks_is_not_guessed_at():
+    with pytest.raises(ValueError, match="marks"):
+        with_messages("# Protocol\n")
