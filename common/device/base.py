@@ -3,7 +3,7 @@
 `cpu`, `cuda` and `npu` implement it in one file each; nothing else in the tree asks which one it is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +27,13 @@ class DeviceProbe:
 
 Linear = Callable[[Tensor], Tensor]
 """x [tokens, in_features] -> [tokens, out_features]; the weight is inside, packed for this device."""
+
+
+PerHead = Callable[[Tensor], Tensor]
+"""x [tokens, heads, in_features] -> [tokens, heads, out_features]; each head has a weight of its own inside."""
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""x [tokens, hidden], chosen experts [tokens, k] int64, their weights [tokens, k] float32 -> [tokens, hidden]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +75,19 @@ class Ops(Protocol):
         """Pack a [out, in] weight once for this device's fastest matmul."""
         ...
 
+    def pack_per_head(self, weight: Tensor) -> PerHead:
+        """Pack a [heads, in, out] weight."""
+        ...
+
+    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Experts:
+        """Pack gated MLPs, E of each: gate_ups [2 * F, hidden] (gate rows first), downs [hidden, F].
+
+        The result is the weighted sum of each token's chosen ones.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> the same shape."""
+        """x [..., size], weight [size] -> the same shape."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -88,8 +106,29 @@ class Ops(Protocol):
         """Write key and value [T, K, D] into the layer's cache at meta.slot_mapping."""
         ...
 
-    def attention(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float) -> Tensor:
-        """Causal paged attention over each sequence's cache. query [T, H, D] -> [T, H * D]."""
+    def attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float, window: int = 0
+    ) -> Tensor:
+        """Causal paged attention over each sequence's cache. query [T, H, D] -> [T, H * D].
+
+        With a `window` each token sees that many newest positions, its own among them; blocks that lie wholly before
+        them are not read.
+        """
+        ...
+
+    def latent_write(
+        self, latent: Tensor, rope_key: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata
+    ) -> None:
+        """Write latent [T, R] and rope_key [T, P] into the layer's cache of latents at meta.slot_mapping."""
+        ...
+
+    def latent_attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Causal paged attention of all heads over one key a position: its latent and its rotary key end to end.
+
+        The values are the latents. query [T, H, R + P] -> [T, H, R].
+        """
         ...
 
 

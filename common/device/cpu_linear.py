@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import Linear
+from common.device.base import Linear, PerHead
 
 _PROBE_SHAPE = (8, 32, 16)
 _PROBE_TOLERANCE = 0.02
@@ -37,6 +37,12 @@ def pack(weight: Tensor, bias: Tensor | None) -> Linear:
     if weight.dtype != torch.float32 and packing_works(torch.float32):
         return _widened(_packed(weight.float(), None if bias is None else bias.float()), weight.dtype)
     return _plain(weight, bias)
+
+
+def per_head(weight: Tensor) -> PerHead:
+    """weight [heads, in, out]; multiplies in the weight's dtype, gives [tokens, heads, out] of the input's."""
+    weight = weight.contiguous()
+    return lambda x: torch.bmm(x.transpose(0, 1).to(weight.dtype), weight).transpose(0, 1).to(x.dtype)
 
 
 @cache

@@ -3,26 +3,44 @@
 Holds no state but the layout of the step at hand, which every layer of that step shares.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from common.device import cpu_attention, cpu_linear
-from common.device.base import AttentionMetadata, Linear
+from common.device.base import AttentionMetadata, Experts, Linear, PerHead
+from common.device.experts import LoopedExperts
+
+_LATENT_SCORES = 1 << 12
+"""Rows times heads of a latent prefill block: every head reads the same keys, so that one matmul has all of them."""
 
 
 class CpuOps:
-    """Implements `common.device.base.Ops` for the layout [num_blocks, kv_heads, block_size, head_dim]."""
+    """Implements `common.device.base.Ops` for the layouts of `CpuDevice`: [num_blocks, kv_heads, block_size, head_dim],
+    and [num_blocks, block_size, size] for latents."""
 
     def __init__(self) -> None:
-        self._plan: cpu_attention.AttentionPlan | None = None
+        self._step: _Step | None = None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack a [out, in] weight once; the caller may drop the original."""
         return cpu_linear.pack(weight, bias)
 
+    def pack_per_head(self, weight: Tensor) -> PerHead:
+        """weight [heads, in, out]; kept in the dtype that is multiplied in."""
+        return cpu_linear.per_head(weight.to(_compute_dtype(weight.dtype)))
+
+    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Experts:
+        """One packed linear for each half of an expert."""
+        return LoopedExperts(
+            [self.pack_linear(weight) for weight in gate_ups], [self.pack_linear(weight) for weight in downs],
+            self.silu_mul,
+        )  # fmt: skip
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> the same shape; statistics in float32."""
+        """x [..., size], weight [size] -> the same shape; statistics in float32."""
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -47,23 +65,57 @@ class CpuOps:
 
     def kv_write(self, key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata) -> None:
         """Write key and value [T, K, D] into the layer's cache at meta.slot_mapping."""
-        plan = self._plan_for(meta, cache[0])
-        cpu_attention.write(plan, cache[0], key)
-        cpu_attention.write(plan, cache[1], value)
+        rows = self._step_of(meta, cache[0].shape[1]).rows
+        cpu_attention.write(rows, cache[0], key)
+        cpu_attention.write(rows, cache[1], value)
 
-    def attention(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float, window: int = 0
+    ) -> Tensor:
         """Causal paged attention over each sequence's cache. query [T, H, D] -> [T, H * D]."""
-        plan = self._plan_for(meta, cache[0])
-        return cpu_attention.attend(plan, query, cache, scale, _compute_dtype(cache[0].dtype))
+        dtype = _compute_dtype(cache[0].dtype)
+        rows = cpu_attention.SDPA_ROWS if dtype == torch.float32 else cpu_attention.BMM_ROWS
+        plan = self._step_of(meta, cache[0].shape[1]).plan(rows, window)
+        return cpu_attention.attend(plan, query, cache, scale, dtype)
 
-    def _plan_for(self, meta: AttentionMetadata, cache: Tensor) -> cpu_attention.AttentionPlan:
-        """The plan of this step, made by its first layer. Two threads at once only lose the sharing."""
-        plan = self._plan
-        if plan is None or plan.meta is not meta:
-            wide_rows = _compute_dtype(cache.dtype) == torch.float32
-            plan = cpu_attention.make_plan(meta, cache.shape[1], wide_rows)
-            self._plan = plan
-        return plan
+    def latent_write(
+        self, latent: Tensor, rope_key: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata
+    ) -> None:
+        """Write latent [T, R] and rope_key [T, P] into the layer's cache of latents at meta.slot_mapping."""
+        self.kv_write(latent, rope_key, (cache[0].unsqueeze(1), cache[1].unsqueeze(1)), meta)
+
+    def latent_attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """query [T, H, R + P] over latents and rotary keys -> [T, H, R]."""
+        heads = query.shape[1]
+        plan = self._step_of(meta, 1).plan(min(cpu_attention.BMM_ROWS, max(_LATENT_SCORES // heads, 1)), 0)
+        as_heads = cache[0].unsqueeze(1), cache[1].unsqueeze(1)
+        dtype = _compute_dtype(cache[0].dtype)
+        return cpu_attention.attend(plan, query, as_heads, scale, dtype, latent=True).view(len(query), heads, -1)
+
+    def _step_of(self, meta: AttentionMetadata, kv_heads: int) -> "_Step":
+        """What the layers of this step share, made by the first. Two threads at once only lose the sharing."""
+        step = self._step
+        if step is None or step.meta is not meta or step.kv_heads != kv_heads:
+            self._step = step = _Step(meta, kv_heads)
+        return step
+
+
+class _Step:
+    """The layout of one step: where its tokens are written, and a plan for each window that a layer asks for."""
+
+    def __init__(self, meta: AttentionMetadata, kv_heads: int) -> None:
+        self.meta = meta
+        self.kv_heads = kv_heads
+        self.rows = cpu_attention.write_rows(meta, kv_heads)
+        self._plans: dict[tuple[int, int], cpu_attention.AttentionPlan] = {}
+
+    def plan(self, rows: int, window: int) -> cpu_attention.AttentionPlan:
+        """`rows`: most rows of a prefill block."""
+        if (rows, window) not in self._plans:
+            self._plans[rows, window] = cpu_attention.make_plan(self.meta, self.kv_heads, rows, window)
+        return self._plans[rows, window]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 Names, keywords and shapes of every call are checked against the real op schemas by `tests/npu`; numbers and limits of
 the kernels themselves can only be checked on an NPU (`ops/npu/smoke.py`). What a kernel does not take goes to
-`TorchOps`: float32 attention, head sizes other than 128, chips of another generation, ops that a release lacks.
+`TorchOps`: float32 attention, head sizes other than 128, sliding windows, latent attention, experts, chips of another
+generation, ops that a release lacks.
 """
 
 from collections.abc import Container
@@ -106,7 +107,7 @@ class NpuOps(TorchOps):
         self._mask = mask
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> the same shape."""
+        """x [..., size] -> the same shape."""
         if not self._features.norms:
             return super().rms_norm(x, weight, eps)
         return self._npu.npu_rms_norm(x, weight, epsilon=eps)[0]
@@ -144,10 +145,12 @@ class NpuOps(TorchOps):
         else:
             super().kv_write(key, value, cache, meta)
 
-    def attention(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float, window: int = 0
+    ) -> Tensor:
         """One call for prefill chunks and decode tokens alike: query ends are cumulative, cache lengths are not."""
-        if not self._kernel_takes(query, cache, meta):
-            return super().attention(query, cache, meta, scale)
+        if window or not self._kernel_takes(query, cache, meta):
+            return super().attention(query, cache, meta, scale, window)
         _, heads, _ = query.shape
         num_blocks, block_size, kv_heads, _ = cache[0].shape
         attended, _ = self._npu.npu_fused_infer_attention_score(

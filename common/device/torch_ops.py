@@ -3,14 +3,15 @@
 cuda runs on them, npu falls back to them for what its kernels do not take, and the tests of both compare with them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import AttentionMetadata, Linear
+from common.device.base import AttentionMetadata, Experts, Linear, PerHead
+from common.device.experts import LoopedExperts
 from common.device.paged import write_paged_tokens
 
 
@@ -21,8 +22,17 @@ class TorchOps:
         """The library's own matmul takes [out, in] weights as they are."""
         return lambda x: functional.linear(x, weight, bias)
 
+    def pack_per_head(self, weight: Tensor) -> PerHead:
+        """weight [heads, in, out]: one batched matmul."""
+        return lambda x: torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Experts:
+        """Expert by expert."""
+        gate_up, down = ([self.pack_linear(weight) for weight in weights] for weights in (gate_ups, downs))
+        return LoopedExperts(gate_up, down, self.silu_mul)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, hidden] -> the same shape. Statistics in float32, as the checkpoints were trained."""
+        """x [..., size] -> the same shape. Statistics in float32, as the checkpoints were trained."""
         wide = x.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return normalised.to(x.dtype) * weight
@@ -47,21 +57,61 @@ class TorchOps:
         for tensor, tokens in zip(cache, (key, value), strict=True):
             write_paged_tokens(tensor, meta.slot_mapping, tokens)
 
-    def attention(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float) -> Tensor:
+    def attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float, window: int = 0
+    ) -> Tensor:
         """query [T, H, D] -> [T, H * D]. Sequences with one new token go together, longer ones one by one."""
-        out = torch.empty_like(query)
-        singles, rows = [], []
-        for index, (start, end) in enumerate(pairwise(meta.query_start_loc)):
-            if end - start == 1:
-                singles.append(index)
-                rows.append(start)
-            elif end > start:
-                out[start:end] = _attend_chunk(query[start:end], cache, meta, index, scale)
-        if len(rows) == query.shape[0]:
-            out = _attend_singles(query, cache, meta, singles, scale)
-        elif rows:
-            out[rows] = _attend_singles(query[rows], cache, meta, singles, scale)
-        return out.flatten(1)
+        return _attend(query, _pairs(cache), meta, scale, window).flatten(1)
+
+    def latent_write(
+        self, latent: Tensor, rope_key: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata
+    ) -> None:
+        """Write latent [T, R] and rope_key [T, P] at meta.slot_mapping."""
+        for tensor, tokens in zip(cache, (latent, rope_key), strict=True):
+            write_paged_tokens(tensor, meta.slot_mapping, tokens)
+
+    def latent_attention(
+        self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """query [T, H, R + P] -> [T, H, R]: attention with one kv head."""
+        return _attend(query, _latents(cache), meta, scale, 0)
+
+
+_Read = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Block ids [..., blocks] -> keys [..., blocks, block_size, K, D] and values [..., K, V]."""
+
+
+def _pairs(cache: tuple[Tensor, Tensor]) -> _Read:
+    return lambda blocks: (cache[0][blocks], cache[1][blocks])
+
+
+def _latents(cache: tuple[Tensor, Tensor]) -> _Read:
+    def read(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        latent, rope_key = cache[0][blocks].unsqueeze(-2), cache[1][blocks].unsqueeze(-2)
+        return torch.cat((latent, rope_key), -1), latent
+
+    return read
+
+
+def _attend(query: Tensor, read: _Read, meta: AttentionMetadata, scale: float, window: int) -> Tensor:
+    """query [T, H, D] -> [T, H, V]."""
+    parts: list[tuple[list[int] | slice, Tensor]] = []
+    singles, rows = [], []
+    for index, (start, end) in enumerate(pairwise(meta.query_start_loc)):
+        if end - start == 1:
+            singles.append(index)
+            rows.append(start)
+        elif end > start:
+            attended = _attend_chunk(query[start:end], read, meta, index, scale, window)
+            parts.append((slice(start, end), attended))
+    if len(rows) == query.shape[0]:
+        return _attend_singles(query, read, meta, singles, scale, window)
+    if rows:
+        parts.append((rows, _attend_singles(query[rows], read, meta, singles, scale, window)))
+    out = torch.empty(*query.shape[:2], parts[0][1].shape[-1], dtype=query.dtype, device=query.device)
+    for where, attended in parts:
+        out[where] = attended
+    return out
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -69,39 +119,48 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def _attend_chunk(
-    query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, index: int, scale: float
-) -> Tensor:
-    """query [n, H, D], the last n positions of sequence `index` -> [n, H, D]."""
-    length = meta.seq_lens[index]
-    table = meta.block_tables[index, : _blocks(length, meta.block_size)].long()
+def _attend_chunk(query: Tensor, read: _Read, meta: AttentionMetadata, index: int, scale: float, window: int) -> Tensor:
+    """query [n, H, D], the last n positions of sequence `index` -> [n, H, V]."""
     new, heads, size = query.shape
-    kv_heads = cache[0].shape[2]
+    first = _first_block(meta.seq_lens[index], new, window, meta.block_size)
+    length = meta.seq_lens[index] - first * meta.block_size
+    blocks = meta.block_tables[index, first : first + _blocks(length, meta.block_size)].long()
+    k, v = (t.flatten(0, 1)[:length].transpose(0, 1) for t in read(blocks))
     # Query heads h * G .. h * G + G - 1 share kv head h: kv heads as the batch, their G query heads beside it.
-    q = query.view(new, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)
-    k, v = (t[table].flatten(0, 1)[:length].transpose(0, 1).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in cache)
+    q = query.view(new, k.shape[0], -1, size).permute(1, 2, 0, 3)
+    k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
+    if window:
+        mask = mask.triu(length - new - window + 1)
     attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-    return attended.permute(2, 0, 1, 3).reshape(new, heads, size)
+    return attended.permute(2, 0, 1, 3).reshape(new, heads, -1)
 
 
 def _attend_singles(
-    query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, indices: Sequence[int], scale: float
+    query: Tensor, read: _Read, meta: AttentionMetadata, indices: Sequence[int], scale: float, window: int
 ) -> Tensor:
-    """query [n, H, D], the newest position of each sequence in `indices` -> [n, H, D]. Pads to the longest."""
+    """query [n, H, D], the newest position of each sequence in `indices` -> [n, H, V]. Pads to the longest."""
     lengths = [meta.seq_lens[index] for index in indices]
+    first = min(_first_block(length, 1, window, meta.block_size) for length in lengths)
     tables = meta.block_tables if len(indices) == meta.num_sequences else meta.block_tables[list(indices)]
-    tables = tables[:, : _blocks(max(lengths), meta.block_size)].long()
+    tables = tables[:, first : _blocks(max(lengths), meta.block_size)].long()
     new, heads, size = query.shape
-    kv_heads = cache[0].shape[2]
-    # The G query heads of one kv head stand where the query positions would: keys are read once, not G times.
-    q = query.view(new, kv_heads, heads // kv_heads, size)
-    positions = torch.arange(tables.shape[1] * meta.block_size, device=query.device)
-    mask = positions < torch.tensor(lengths, device=query.device)[:, None]
+    positions = torch.arange(tables.shape[1] * meta.block_size, device=query.device) + first * meta.block_size
+    ends = torch.tensor(lengths, device=query.device)[:, None]
+    mask = positions < ends
+    if window:
+        mask &= positions >= ends - window
     # What lies beyond a sequence's end is another's old data. A mask alone does not keep a NaN there from spreading.
-    k, v = (t[tables].flatten(1, 2).masked_fill_(~mask[..., None, None], 0).transpose(1, 2) for t in cache)
+    k, v = (t.flatten(1, 2).masked_fill_(~mask[..., None, None], 0).transpose(1, 2) for t in read(tables))
+    # The G query heads of one kv head stand where the query positions would: keys are read once, not G times.
+    q = query.view(new, k.shape[1], -1, size)
     attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale)
-    return attended.reshape(new, heads, size)
+    return attended.reshape(new, heads, -1)
+
+
+def _first_block(length: int, new: int, window: int, block_size: int) -> int:
+    """The block of the oldest position that any of the `new` last ones sees."""
+    return max(length - new + 1 - window, 0) // block_size if window else 0
 
 
 def _blocks(tokens: int, block_size: int) -> int:

@@ -124,7 +124,7 @@ def test_attention(name: str, compute: str, dtype: torch.dtype) -> None:
         ops = CpuOps()
         got = ops.attention(query, cache, meta, SIZE**-0.5)
     else:
-        plan = cpu_attention.make_plan(meta, KV_HEADS, wide_rows=False)
+        plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.BMM_ROWS)
         got = cpu_attention.attend(plan, query, cache, SIZE**-0.5, torch.bfloat16)
     assert got.dtype == dtype
     wanted = _plain_attention(batch, query, keys, values)
@@ -133,7 +133,7 @@ def test_attention(name: str, compute: str, dtype: torch.dtype) -> None:
 
 def test_sequences_of_very_different_length_are_not_padded_to_one() -> None:
     meta = _paged([(1, 9), (1, 400), (1, 390), (1, 10), (1, 380)], torch.float32)[1]
-    plan = cpu_attention.make_plan(meta, KV_HEADS, wide_rows=True)
+    plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.SDPA_ROWS)
     assert [group.row_list for group in plan.groups] == [(1, 2, 4), (0, 3)]
 
 

@@ -1,0 +1,35 @@
+"""The layout and the ops that cuda uses, on the CPU's memory."""
+
+from torch import Tensor
+
+from common.device.base import KvTensorSpec, Ops
+from common.device.cpu import CpuDevice
+from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
+from common.device.torch_ops import TorchOps
+
+
+class PagedDevice:
+    """Implements `common.device.base.Device`; what does not depend on the layout is the CPU's."""
+
+    def __init__(self) -> None:
+        cpu = CpuDevice(1)
+        self.name = cpu.name
+        self.torch_device = cpu.torch_device
+        self.ops: Ops = TorchOps()
+        self.activate_thread = cpu.activate_thread
+        self.memory_info = cpu.memory_info
+        self.supported_block_size = cpu.supported_block_size
+        self.pinned_empty = cpu.pinned_empty
+        self.synchronize = cpu.synchronize
+        self.side_stream = cpu.side_stream
+
+    def allocate_layer_cache(
+        self, specs: tuple[KvTensorSpec, ...], num_blocks: int, block_size: int
+    ) -> tuple[Tensor, ...]:
+        return allocate_paged(specs, num_blocks, block_size, self.torch_device)
+
+    def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:
+        return read_paged_blocks(cache, block_ids)
+
+    def write_tokens(self, cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
+        write_paged_tokens(cache, slots, tokens)
