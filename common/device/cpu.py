@@ -1,5 +1,7 @@
 """The CPU as a device: threads, memory, and a cache layout that decoding reads in whole blocks per kv head."""
 
+import math
+import mmap
 from contextlib import AbstractContextManager, nullcontext
 
 import psutil
@@ -42,8 +44,7 @@ class CpuDevice:
     ) -> tuple[Tensor, ...]:
         """Zeroed cache tensors; the system gives the memory when it is first written."""
         return tuple(
-            torch.zeros(_physical_shape(spec.shape_per_token, num_blocks, block_size), dtype=spec.dtype)
-            for spec in specs
+            _zeroed(_physical_shape(spec.shape_per_token, num_blocks, block_size), spec.dtype) for spec in specs
         )
 
     def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:
@@ -80,6 +81,12 @@ class CpuDevice:
 
 def _by_head(cache: Tensor) -> bool:
     return cache.dim() == 4
+
+
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on pages that the system gives when they are first written; torch.zeros would write them all now."""
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _physical_shape(shape_per_token: tuple[int, ...], num_blocks: int, block_size: int) -> tuple[int, ...]:
