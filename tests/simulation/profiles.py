@@ -32,6 +32,8 @@ class Profile:
     """Share of schedules with decode pools that grow full while decoding."""
     overload: float = 0.0
     """Share of schedules with short queues and many requests."""
+    both: float = 0.0
+    """Share of schedules in which every node has both roles."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -49,6 +51,7 @@ PROFILES: dict[str, Profile] = {
     "drain": Profile(delays=True, drains=2),
     "preemption": Profile(requests=12, preemption=1.0),
     "overload": Profile(requests=24, overload=1.0, span_s=1.5),
+    "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, both=1.0),
     "damage": Profile(delays=True, damaged=1.0),
 }
 PROFILES["all"] = Profile(
@@ -68,6 +71,7 @@ PROFILES["all"] = Profile(
     full=0.6,
     preemption=0.6,
     overload=0.3,
+    both=0.1,
     swarm=True,
 )
 PROFILES["quick"] = replace(PROFILES["all"], requests=5, span_s=2.0)
