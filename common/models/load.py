@@ -18,7 +18,7 @@ from common.models.config import ModelConfig
 from common.models.gguf_config import read_gguf_config
 from common.models.hf_config import read_hf_config
 from common.models.identity import model_identity
-from common.models.registry import model_class
+from common.models.registry import family
 from common.models.weights import TrackedWeights, WeightSource
 from common.models.weights_gguf import GgufWeights
 from common.models.weights_hf import HfWeights, safetensors_files
@@ -69,13 +69,13 @@ def load_model(
     """
     checkpoint = _open(path)
     config = checkpoint.config
-    family = model_class(config.architecture)
+    model_class = family(config.architecture).model
     torch_dtype = _resolve_dtype(config, dtype)
     length = _resolve_length(config, max_model_len)
     name = model_name or path.resolve().stem
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
         weights = TrackedWeights(source, tick)
-        model = family.load(config, weights, device, torch_dtype)
+        model = model_class.load(config, weights, device, torch_dtype)
         weights.refuse_rest()
     info = ModelInfo(
         name=name,

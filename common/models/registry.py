@@ -1,10 +1,12 @@
-"""Architecture names to model classes. A new family adds one line here and one file beside it."""
+"""Architecture names to model families. A new family adds one line here and one file beside it."""
 
 from common.errors import ModelLoadError
-from common.models.causal_lm import CausalLM
-from common.models.llama import LlamaModel
+from common.models import llama
+from common.models.family import Family
 
-_FAMILIES: dict[str, type[CausalLM]] = {"LlamaForCausalLM": LlamaModel}
+_FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": llama.FAMILY,
+}
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -12,8 +14,9 @@ def known_architectures() -> tuple[str, ...]:
     return tuple(sorted(_FAMILIES))
 
 
-def model_class(architecture: str) -> type[CausalLM]:
-    """The class for an architecture. Raises ModelLoadError with the list of known ones."""
+def family(architecture: str) -> Family:
+    """The family of an architecture. Raises ModelLoadError with the list of known ones."""
     if architecture not in _FAMILIES:
-        raise ModelLoadError(f"architecture {architecture} is not supported; known are {', '.join(_FAMILIES)}")
+        known = ", ".join(known_architectures())
+        raise ModelLoadError(f"architecture {architecture} is not supported; known are {known}")
     return _FAMILIES[architecture]

@@ -21,6 +21,14 @@ class Settings:
         self._used.add(name)
         return self._values.get(name)
 
+    def has(self, name: str) -> bool:
+        """Whether it is there, be it null."""
+        return name in self._values
+
+    def ignore(self, *names: str) -> None:
+        """These do not matter in this model, whatever they say."""
+        self._used.update(names)
+
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number; without a default it must be there."""
         value = self.get(name)
@@ -28,6 +36,15 @@ class Settings:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._wrong(name, value, "a positive whole number")
+        return value
+
+    def whole_number(self, name: str, default: int) -> int:
+        """A whole number, zero or more."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self._wrong(name, value, "a whole number")
         return value
 
     def optional_integer(self, name: str) -> int | None:

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ModelLoadError
-from common.models.hf_config import read_json
+from common.models.json_file import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

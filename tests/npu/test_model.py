@@ -11,7 +11,7 @@ from common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
 from common.device.paged import allocate_paged
 from common.device.torch_ops import TorchOps
 from common.models.config import ModelConfig, RopeConfig
-from common.models.llama import LlamaModel
+from common.models.decoder import DecoderModel
 from common.models.weights import TrackedWeights
 from tests.npu.reference_kernels import calls
 
@@ -45,7 +45,7 @@ def logits_of_two_steps(ops):
     """A prompt of 140 tokens in two chunks, the second beside another sequence's decode token."""
     # Loading and running a model uses a device's ops and its torch device, nothing else of it.
     device = cast(Device, SimpleNamespace(ops=ops, torch_device=CPU))
-    model = LlamaModel.load(CONFIG, TrackedWeights(RandomWeights(), lambda: None), device, torch.bfloat16)
+    model = DecoderModel.load(CONFIG, TrackedWeights(RandomWeights(), lambda: None), device, torch.bfloat16)
     caches = [allocate_paged(model.kv_specs, 6, BLOCK, CPU) for _ in range(2)]
     tables = torch.tensor([[4, 2], [1, 0]], dtype=torch.int32)
     ids = torch.arange(200) * 7 % 50

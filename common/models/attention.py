@@ -1,0 +1,81 @@
+"""Attention with grouped heads: keys and values of fewer heads than queries, cached as they are used."""
+
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from common.device.base import KvTensorSpec, Linear, Ops
+from common.models.config import ModelConfig
+from common.models.loader import WeightLoader
+from common.models.step import ModelStep
+
+
+class Attention(Protocol):
+    """Attention of one layer."""
+
+    def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
+        """hidden [T, hidden], normalised -> [T, hidden]; the tokens' cache entries are written first."""
+        ...
+
+
+class GroupedAttention:
+    """Implements Attention. Query, key and value projections are merged."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        ops: Ops,
+        qkv: Linear,
+        output: Linear,
+        norms: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """`norms`: weights [head_dim] of the query and key norms, where the family has them."""
+        self._ops = ops
+        self._qkv = qkv
+        self._output = output
+        self._norms = norms
+        self._eps = config.rms_norm_eps
+        self._heads, self._kv_heads, self._size = config.num_heads, config.num_kv_heads, config.head_dim
+        self._scale = config.head_dim**-0.5
+        self._window = config.window(layer)
+
+    @staticmethod
+    def kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
+        """Keys and values of each kv head."""
+        shape = (config.num_kv_heads, config.head_dim)
+        return KvTensorSpec("key", shape, dtype), KvTensorSpec("value", shape, dtype)
+
+    @classmethod
+    def load(cls, config: ModelConfig, layer: int, loader: WeightLoader) -> Self:
+        """Take the weights of one layer's attention."""
+        prefix = f"model.layers.{layer}.self_attn."
+        query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        loader.weights.skip(prefix + "rotary_emb.inv_freq")
+        merged = {prefix + "q_proj": query, prefix + "k_proj": key_value, prefix + "v_proj": key_value}
+        norms = None
+        if config.qk_norm:
+            query_norm = loader.tensor(prefix + "q_norm.weight", config.head_dim)
+            norms = query_norm, loader.tensor(prefix + "k_norm.weight", config.head_dim)
+        return cls(
+            config,
+            layer,
+            loader.ops,
+            loader.linear(merged, config.hidden_size, config.attention_bias),
+            loader.linear({prefix + "o_proj": config.hidden_size}, query, config.output_bias),
+            norms,
+        )
+
+    def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]."""
+        ops, heads, both = self._ops, self._heads, self._heads + self._kv_heads
+        qkv = self._qkv(hidden).view(-1, both + self._kv_heads, self._size)
+        query, key = qkv[:, :heads], qkv[:, heads:both]
+        if self._norms is not None:
+            query = ops.rms_norm(query.contiguous(), self._norms[0], self._eps)
+            key = ops.rms_norm(key.contiguous(), self._norms[1], self._eps)
+        query, key = ops.rotary(query, key, step.cos, step.sin)
+        pair = (cache[0], cache[1])
+        ops.kv_write(key, qkv[:, both:], pair, step.meta)
+        return self._output(ops.attention(query, pair, step.meta, self._scale, self._window))

@@ -1,0 +1,124 @@
+"""A decoder of layers that are attention and MLP, each behind a norm: the body of every family known so far.
+
+What differs between families (biases, norms of heads, windows, experts, latent attention) is in the configuration and
+in the parts that are chosen by it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.device.base import AttentionMetadata, Device, KvTensorSpec, Linear, Ops
+from common.models.attention import Attention, GroupedAttention
+from common.models.causal_lm import LayerDone
+from common.models.config import ModelConfig
+from common.models.loader import WeightLoader
+from common.models.mlp import Mlp, load_mlp
+from common.models.rope import cos_sin, inverse_frequencies
+from common.models.step import ModelStep
+from common.models.weights import ROPE_FACTORS, TrackedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer, ready to use."""
+
+    input_norm: Tensor
+    attention: Attention
+    mlp_norm: Tensor
+    mlp: Mlp
+
+
+class DecoderModel:
+    """Implements `common.models.causal_lm.CausalLM`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        head: Linear,
+        frequencies: Tensor,
+    ) -> None:
+        self.config = config
+        self.kv_specs: tuple[KvTensorSpec, ...] = GroupedAttention.kv_specs(config, embedding.dtype)
+        self._ops = ops
+        self._embedding = embedding
+        self._layers = tuple(layers)
+        self._final_norm = final_norm
+        self._head = head
+        self._frequencies = frequencies
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: TrackedWeights, device: Device, dtype: torch.dtype) -> Self:
+        """Take every weight, merge, convert and pack. Raises ModelLoadError for one that is missing or left over."""
+        loader = WeightLoader(weights, device, dtype)
+        embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        layers = [_load_layer(config, index, loader) for index in range(config.num_layers)]
+        return cls(
+            config,
+            device.ops,
+            embedding,
+            layers,
+            loader.tensor("model.norm.weight", config.hidden_size),
+            _load_head(config, embedding, loader),
+            _load_frequencies(config, weights).to(device.torch_device),
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: Sequence[tuple[Tensor, ...]],
+        meta: AttentionMetadata,
+        on_layer: LayerDone | None = None,
+    ) -> Tensor:
+        """token_ids and positions [T] int64 -> hidden states [T, hidden] before the last norm."""
+        ops, eps = self._ops, self.config.rms_norm_eps
+        step = ModelStep(*cos_sin(positions, self._frequencies, self.config.rope.attention_factor), meta)
+        residual = functional.embedding(token_ids, self._embedding)
+        # The first layer's norm stands alone; every later one is fused with the addition before it.
+        hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
+        for index, layer in enumerate(self._layers):
+            if index:
+                hidden, residual = ops.add_rms_norm(hidden, residual, layer.input_norm, eps)
+            hidden = layer.attention(hidden, step, caches[index])
+            if on_layer is not None:
+                on_layer(index + 1)
+            hidden, residual = ops.add_rms_norm(hidden, residual, layer.mlp_norm, eps)
+            hidden = layer.mlp(hidden)
+        return hidden + residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab] float32."""
+        return self._head(self._ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
+
+
+def _load_layer(config: ModelConfig, index: int, loader: WeightLoader) -> DecoderLayer:
+    prefix = f"model.layers.{index}."
+    return DecoderLayer(
+        input_norm=loader.tensor(prefix + "input_layernorm.weight", config.hidden_size),
+        attention=GroupedAttention.load(config, index, loader),
+        mlp_norm=loader.tensor(prefix + "post_attention_layernorm.weight", config.hidden_size),
+        mlp=load_mlp(prefix + "mlp.", config.hidden_size, config.intermediate_size, config.mlp_bias, loader),
+    )
+
+
+def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> Linear:
+    """The embedding again when tied, whether or not the checkpoint carries a copy."""
+    if config.tie_word_embeddings:
+        loader.weights.skip("lm_head.weight")
+        return loader.ops.pack_linear(embedding)
+    return loader.linear({"lm_head": config.vocab_size}, config.hidden_size, False)
+
+
+def _load_frequencies(config: ModelConfig, weights: TrackedWeights) -> Tensor:
+    size = config.rotated_size
+    factors = weights.take(ROPE_FACTORS, (size // 2,)) if weights.has(ROPE_FACTORS) else None
+    return inverse_frequencies(config.rope, size, factors)

@@ -1,0 +1,34 @@
+"""The gated MLP: silu(gate) * up, then down. Gate and up are one merged projection."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from common.device.base import Linear, Ops
+from common.models.loader import WeightLoader
+
+Mlp = Callable[[Tensor], Tensor]
+"""hidden [T, hidden], normalised -> [T, hidden]."""
+
+
+class GatedMlp:
+    """Implements Mlp."""
+
+    def __init__(self, ops: Ops, gate_up: Linear, down: Linear) -> None:
+        self._ops = ops
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        return self._down(self._ops.silu_mul(self._gate_up(hidden)))
+
+
+def load_mlp(prefix: str, hidden_size: int, intermediate_size: int, has_bias: bool, loader: WeightLoader) -> GatedMlp:
+    """The MLP whose tensors' names begin with `prefix`."""
+    merged = {prefix + "gate_proj": intermediate_size, prefix + "up_proj": intermediate_size}
+    return GatedMlp(
+        loader.ops,
+        loader.linear(merged, hidden_size, has_bias),
+        loader.linear({prefix + "down_proj": hidden_size}, intermediate_size, has_bias),
+    )
