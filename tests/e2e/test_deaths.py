@@ -5,6 +5,7 @@ One cluster for all; each test leaves it as whole as it found it.
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -91,6 +92,25 @@ def test_prefill_is_killed_before_it_computes(cluster: Served, watch: NodeWatch,
         assert request.body()["outputs"][0]["data"] == undisturbed
 
 
+def test_decode_is_killed_under_a_crowd(cluster: Served) -> None:
+    prompts = [random_prompt(n, 5 + 3 * n, VOCAB_SIZE) for n in range(24)]
+
+    def ask(number: int) -> list[int]:
+        with RawRequest(cluster, prompts[number], streamed=number % 2 == 1, max_new_tokens=150) as request:
+            assert request.status() == 200
+            if number % 2:
+                return tokens_of(request.events())
+            data: list[int] = request.body()["outputs"][0]["data"]
+            return data
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        expected = list(pool.map(ask, range(len(prompts))))
+        answers = [pool.submit(ask, number) for number in range(len(prompts))]
+        wait_until(lambda: cluster.metrics()["num_requests_running"] > 10, "they are decoded")
+        cluster.node("decode-0").kill()
+        assert [answer.result() for answer in answers] == expected
+
+
 def test_only_node_is_missed_and_new_requests_hear_of_it(cluster: Served) -> None:
     """Until the node is back: 503 and why; a request of before is not forgotten meanwhile."""
     cluster.node("decode-0").kill()
@@ -126,6 +146,33 @@ def test_worker_is_killed(cluster: Served, watch: NodeWatch) -> None:
         replaced()
     assert set(statuses) == {200}
     watch.wait_idle(*NODES)
+    wait_until(lambda: cluster.metrics()["num_requests_running"] == 0, "its gauges do not count any more")
+
+
+def test_worker_is_told_to_end(cluster: Served, undisturbed: list[int]) -> None:
+    """It finishes what it has; another one comes."""
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+        assert request.status() == 200
+        events = request.events(5)
+        victim = worker_of(cluster, request.port)
+        victim.terminate()
+        events += request.events()
+    assert tokens_of(events) == undisturbed
+    wait_until(lambda: not victim.is_running(), "it has ended")
+
+
+def test_gunicorn_is_killed(cluster: Served, undisturbed: list[int]) -> None:
+    """Its workers go with it; who connects meanwhile waits for the next ones."""
+    victim, workers = cluster.children()["router"], cluster.workers()
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=2400) as lost:
+        assert lost.status() == 200
+        victim.kill()
+        with pytest.raises((EOFError, ConnectionError)):
+            lost.events()
+    wait_until(lambda: not any(worker.is_running() for worker in workers), "its workers are gone")
+    with RawRequest(cluster, PROMPT, streamed=False, max_new_tokens=LONG) as waits:
+        assert waits.status() == 200
+        assert waits.body()["outputs"][0]["data"] == undisturbed
 
 
 @pytest.mark.parametrize("name", NODES)

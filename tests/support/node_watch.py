@@ -78,15 +78,14 @@ class NodeWatch:
 
     def _views(self) -> dict[str, NodeView]:
         views: dict[str, NodeView] = {}
-        for link in self._service.core.links.links.values():
-            if link.welcome is None or link.status is None:
-                continue
-            status = link.status
-            said = (str(link.peer), status.status_no)
-            seen = NodeView(link.state, said, status.steps_done, status.work_waiting, status.load)
-            known = views.get(link.welcome.name)
-            if known is None or seen.state is LinkState.ALIVE:  # an earlier life has the same name
-                views[link.welcome.name] = seen
+        # An earlier life has the same name and may still be listed.
+        for link in sorted(self._service.core.links.links.values(), key=lambda link: link.last_heard):
+            if link.welcome is not None and link.status is not None:
+                status = link.status
+                said = (str(link.peer), status.status_no)
+                views[link.welcome.name] = NodeView(
+                    link.state, said, status.steps_done, status.work_waiting, status.load
+                )
         return views
 
     def _ask(self, function: Callable[[], T]) -> T:
