@@ -1,0 +1,211 @@
+"""A prefill node's cores without a cluster: the test speaks for worker, decode nodes, engine and transport.
+
+Every event is followed by a check of all invariants.
+"""
+
+from array import array
+from collections.abc import Iterable
+from typing import TypeVar
+
+from common.config.protocol import Limits, Timers
+from common.ids import Incarnation, RequestId, TransferKey
+from common.kv.block_pool import BlockPool
+from common.model_info import Compatibility, ModelInfo
+from common.protocol.messages import (
+    Beat,
+    BeatEntry,
+    Candidate,
+    Committed,
+    Envelope,
+    Granted,
+    Hello,
+    Job,
+    Message,
+    Reserve,
+    Status,
+    Welcome,
+)
+from common.sampling_params import SamplingParams
+from common.scheduling.scheduler import Scheduler
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.scheduling.step import StepPlan, StepResult
+from common.state.actions import Action, RunStep, Send, SendPiece, StopPieces
+from common.state.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
+from common.state.handover_send import KvShape
+from common.state.links import LinkTable
+from common.state.node_core import NodeCore, NodeIdentity
+from prefill_node.core.decode_links import DecodeLinks
+from prefill_node.core.leg import PrefillLeg
+
+ME, WORKER = Incarnation("1" * 32), Incarnation("4" * 32)
+DECODES = (Incarnation("2" * 32), Incarnation("3" * 32))
+LAYERS = 2
+COMPATIBILITY = Compatibility(
+    protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=LAYERS
+)
+MODEL = ModelInfo(name="m", vocab_size=100, max_model_len=64, max_position_embeddings=64)
+M = TypeVar("M", bound=Message)
+
+
+def request(number: int) -> RequestId:
+    """A request id."""
+    return RequestId(f"{number:032x}")
+
+
+def said(actions: Iterable[object], kind: type[M]) -> list[M]:
+    """The messages of one type among what is to be done."""
+    return [action.message for action in actions if isinstance(action, Send) and isinstance(action.message, kind)]
+
+
+class PrefillBench:
+    """One worker that said Hello and is silent unless spoken for; links to two decode nodes that are up."""
+
+    def __init__(
+        self, limits: Limits | None = None, *, num_blocks: int = 32, max_running: int = 8, steps_in_flight: int = 4
+    ) -> None:
+        self.timers, self.limits = Timers(), limits or Limits()
+        self.pool = BlockPool(num_blocks, 4, "m")
+        config = SchedulerConfig(max_step_tokens=64, max_running=max_running, max_steps_in_flight=steps_in_flight)
+        self.scheduler = Scheduler(config, self.pool)
+        self.leg = PrefillLeg(
+            me=ME,
+            scheduler=self.scheduler,
+            timers=self.timers,
+            limits=self.limits,
+            shape=KvShape(LAYERS, 1024),
+            decodes=DecodeLinks(LinkTable(Hello(kind="prefill", name="p", compatibility=COMPATIBILITY), self.timers)),
+            num_blocks=num_blocks,
+            block_size=4,
+        )
+        self.core = NodeCore(NodeIdentity(ME, "p", MODEL, COMPATIBILITY), self.timers, self.scheduler, [self.leg])
+        self.steps: list[StepPlan] = []
+        self.pieces: list[SendPiece] = []
+        self._beat_no = 0
+        self.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
+
+    # -- what happens
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Any event."""
+        actions = self.core.handle(event, now)
+        self.core.check_invariants()
+        self.steps += [action.plan for action in actions if isinstance(action, RunStep)]
+        self.pieces += [action for action in actions if isinstance(action, SendPiece)]
+        return actions
+
+    def tell(self, sender: Incarnation, message: Message, now: float) -> list[Action]:
+        """A client of the node says something."""
+        return self.handle(Received(Envelope(sender, ME, message)), now)
+
+    def hear(self, decode: Incarnation, message: Message, now: float) -> list[Action]:
+        """A decode node says something."""
+        return self.handle(Received(Envelope(decode, ME, message), f"d{DECODES.index(decode)}"), now)
+
+    def tick(self, now: float, *, worker: bool = True) -> list[Action]:
+        """Time went by; the worker, unless it is silent, and the decode nodes are heard first."""
+        if worker:
+            self.core.clients.clients[WORKER].last_heard = now
+        for decode in DECODES:
+            if self.leg.decodes.is_up(decode):
+                self.hear(decode, Status(status_no=int(now * 1000)), now)
+        return self.handle(Tick(), now)
+
+    # -- the worker
+
+    def job(
+        self,
+        number: int = 1,
+        now: float = 0.1,
+        *,
+        attempt: int = 1,
+        plan_no: int = 1,
+        prompt: int = 6,
+        outputs: tuple[int, ...] = (),
+        max_new_tokens: int = 4,
+        candidates: int = 2,
+        remaining_ms: int = 60_000,
+        priority: int = 3,
+        waited_ms: int = 0,
+    ) -> list[Action]:
+        """The worker sends a Job. The prompt's ids follow from its number and length."""
+        message = Job(
+            request_id=request(number),
+            attempt=attempt,
+            plan_no=plan_no,
+            model="m",
+            prompt_token_ids=array("I", range(number, number + prompt)),
+            output_token_ids=array("I", outputs),
+            sampling=SamplingParams(max_new_tokens=max_new_tokens),
+            priority=priority,
+            remaining_ms=remaining_ms,
+            waited_ms=waited_ms,
+            candidates=tuple(
+                Candidate(incarnation=peer, name=f"d{index}", endpoint=f"d{index}")
+                for index, peer in enumerate(DECODES[:candidates])
+            ),
+        )
+        return self.tell(WORKER, message, now)
+
+    def beat(
+        self,
+        now: float,
+        *wanted: tuple[int, int],
+        as_of: int = 1,
+        expected: bool = True,
+        next_index: int = 0,
+        resend: bool = False,
+    ) -> list[Action]:
+        """The worker's list: (number, attempt) of what it wants."""
+        self._beat_no += 1
+        entries = tuple(
+            BeatEntry(
+                request_id=request(number), attempt=attempt, next_index=next_index, expected=expected, resend=resend
+            )
+            for number, attempt in wanted
+        )
+        return self.tell(WORKER, Beat(beat_no=self._beat_no, as_of=as_of, entries=entries), now)
+
+    # -- decode nodes
+
+    def link_up(self, now: float = 0.1) -> list[Action]:
+        """Both decode nodes are known and up."""
+        actions: list[Action] = []
+        for index, decode in enumerate(DECODES):
+            self.leg.decodes.links.add(f"d{index}", now)
+            welcome = Welcome(
+                name=f"d{index}", roles=("decode",), model=MODEL, compatibility=COMPATIBILITY, kv_endpoints=("kv",)
+            )
+            actions += self.hear(decode, welcome, now)
+        return actions
+
+    def grant(self, reserve: Reserve, now: float, first_token: int = 0) -> list[Action]:
+        """The node that was asked keeps room."""
+        return self.hear(reserve.key.decode, Granted(key=reserve.key, first_token=first_token), now)
+
+    def committed(self, key: TransferKey, now: float, *, complete: bool = True) -> list[Action]:
+        """The decode node owns it."""
+        return self.hear(key.decode, Committed(key=key, complete=complete), now)
+
+    # -- engine and transport
+
+    def step(self, now: float, token: int = 50, failed: str = "") -> list[Action]:
+        """The oldest step in flight is done: this token for all that want one, or this failure for all in it."""
+        plan = self.steps.pop(0)
+        ids = [part.seq_id for part in plan.scheduled]
+        sampled = {part.seq_id: token for part in plan.scheduled if part.sample and not failed}
+        return self.handle(
+            StepDone(StepResult(plan.step_id, sampled, dict.fromkeys(ids, failed) if failed else {})), now
+        )
+
+    def sent(self, now: float) -> list[Action]:
+        """The transport has read all pieces that it was given."""
+        actions: list[Action] = []
+        pieces, self.pieces = self.pieces, []
+        for action in pieces:
+            actions += self.handle(PieceSent(action.piece.key, action.piece.number), now)
+        return actions
+
+    def stopped(self, actions: Iterable[Action], now: float) -> list[Action]:
+        """The transport has let go of whatever it was told to stop."""
+        keys = [action.key for action in actions if isinstance(action, StopPieces)]
+        return [done for key in keys for done in self.handle(PiecesStopped(key), now)]
