@@ -124,10 +124,6 @@ class ModelConfig:
         """How many of the newest positions a token sees in this layer; 0: all."""
         return self.windows[layer] if self.windows else 0
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether this layer's MLP is a choice of experts."""
-        return self.moe is not None and layer in self.moe.layers
-
     def digest(self) -> str:
         """sha256 over what decides the logits: sampling defaults and ids of special tokens stay out."""
         fields = asdict(self)

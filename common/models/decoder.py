@@ -18,6 +18,7 @@ from common.models.causal_lm import LayerDone
 from common.models.config import ModelConfig
 from common.models.loader import WeightLoader
 from common.models.mlp import Mlp, load_mlp
+from common.models.moe import MoeMlp
 from common.models.rope import cos_sin, inverse_frequencies
 from common.models.step import ModelStep
 from common.models.weights import ROPE_FACTORS, TrackedWeights
@@ -106,8 +107,14 @@ def _load_layer(config: ModelConfig, index: int, loader: WeightLoader) -> Decode
         input_norm=loader.tensor(prefix + "input_layernorm.weight", config.hidden_size),
         attention=GroupedAttention.load(config, index, loader),
         mlp_norm=loader.tensor(prefix + "post_attention_layernorm.weight", config.hidden_size),
-        mlp=load_mlp(prefix + "mlp.", config.hidden_size, config.intermediate_size, config.mlp_bias, loader),
+        mlp=_load_mlp(config, index, prefix + "mlp.", loader),
     )
+
+
+def _load_mlp(config: ModelConfig, index: int, prefix: str, loader: WeightLoader) -> Mlp:
+    if config.moe is not None and index in config.moe.layers:
+        return MoeMlp.load(prefix, config.hidden_size, config.moe, config.mlp_bias, loader)
+    return load_mlp(prefix, config.hidden_size, config.intermediate_size, config.mlp_bias, loader)
 
 
 def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> Linear:

@@ -1,11 +1,15 @@
 """Architecture names to model families. A new family adds one line here and one file beside it."""
 
 from common.errors import ModelLoadError
-from common.models import llama
+from common.models import llama, mistral, qwen2, qwen3, qwen3_moe
 from common.models.family import Family
 
 _FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": llama.FAMILY,
+    "MistralForCausalLM": mistral.FAMILY,
+    "Qwen2ForCausalLM": qwen2.FAMILY,
+    "Qwen3ForCausalLM": qwen3.FAMILY,
+    "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
 }
 
 

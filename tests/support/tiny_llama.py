@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 BASE: dict[str, Any] = {
     "vocab_size": 199,
@@ -37,14 +37,15 @@ def make_checkpoint(directory: Path, max_shard_size: str = "1GB", **changes: Any
     return model
 
 
-def reference_tokens(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
+def reference_tokens(model: PreTrainedModel, prompt: list[int], count: int, use_cache: bool = True) -> list[int]:
     """Greedy continuation by transformers' own generate."""
-    out = model.generate(
+    generate: Any = model.generate
+    out = generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=count,
         do_sample=False,
-        use_cache=True,
+        use_cache=use_cache,
         pad_token_id=0,
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()

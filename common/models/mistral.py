@@ -1,0 +1,27 @@
+"""The Mistral family: Llama without biases, each token seeing only the newest positions where a window is set."""
+
+from dataclasses import replace
+
+from common.models.config import ModelConfig
+from common.models.decoder import DecoderModel
+from common.models.family import Family, HfSettings
+from common.models.hf_settings import decoder_config, default_head_dim
+
+_DEFAULT_WINDOW = 4096
+
+
+def read_config(given: HfSettings) -> ModelConfig:
+    """`sliding_window` is for all layers: null is none, and left out it is 4096, as the family's own default says."""
+    settings = given.model
+    config = decoder_config(
+        given,
+        num_kv_heads=settings.integer("num_key_value_heads"),
+        head_dim=default_head_dim(settings),
+        max_positions=settings.integer("max_position_embeddings"),
+    )
+    no_window = settings.has("sliding_window") and settings.get("sliding_window") is None
+    window = 0 if no_window else settings.integer("sliding_window", _DEFAULT_WINDOW)
+    return replace(config, windows=(window,) * config.num_layers if window else ())
+
+
+FAMILY = Family(DecoderModel, read_config)

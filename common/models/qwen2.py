@@ -1,0 +1,23 @@
+"""The Qwen2 family (Qwen2, Qwen2.5): Llama with biases on query, key and value, never on the output projection."""
+
+from dataclasses import replace
+
+from common.models.config import ModelConfig
+from common.models.decoder import DecoderModel
+from common.models.family import Family, HfSettings
+from common.models.hf_settings import decoder_config, default_head_dim, layer_windows
+
+
+def read_config(given: HfSettings) -> ModelConfig:
+    """Windows as `layer_windows` reads them."""
+    settings = given.model
+    config = decoder_config(
+        given,
+        num_kv_heads=settings.integer("num_key_value_heads"),
+        head_dim=default_head_dim(settings),
+        max_positions=settings.integer("max_position_embeddings"),
+    )
+    return replace(config, attention_bias=True, windows=layer_windows(settings, config.num_layers))
+
+
+FAMILY = Family(DecoderModel, read_config)

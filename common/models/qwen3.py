@@ -1,0 +1,27 @@
+"""The Qwen3 family: each head's query and key is normalised before it is rotated; a bias everywhere or nowhere."""
+
+from dataclasses import replace
+
+from common.models.config import ModelConfig
+from common.models.decoder import DecoderModel
+from common.models.family import Family, HfSettings
+from common.models.hf_settings import decoder_config, layer_windows
+
+_DEFAULT_HEAD_DIM = 128
+
+
+def read_config(given: HfSettings) -> ModelConfig:
+    """The head size does not follow from the hidden size; windows as `layer_windows` reads them."""
+    settings = given.model
+    config = decoder_config(
+        given,
+        num_kv_heads=settings.integer("num_key_value_heads"),
+        head_dim=settings.integer("head_dim", _DEFAULT_HEAD_DIM),
+        max_positions=settings.integer("max_position_embeddings"),
+    )
+    bias = settings.flag("attention_bias")
+    windows = layer_windows(settings, config.num_layers)
+    return replace(config, qk_norm=True, attention_bias=bias, output_bias=bias, windows=windows)
+
+
+FAMILY = Family(DecoderModel, read_config)
