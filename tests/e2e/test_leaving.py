@@ -1,13 +1,15 @@
-"""Clients that leave and deadlines that pass: work stops on every node, and nothing stays held."""
+"""Clients that leave, deadlines that pass, queues that are full: a true status, and nothing stays held on any node."""
 
 import re
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from tests.e2e.conftest import Serve
-from tests.support.cluster import tokens_of
+from tests.support.cluster import body_of, tokens_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.node_watch import NodeWatch
 from tests.support.raw_stream import RawRequest
@@ -22,8 +24,10 @@ LONG = 2400
 
 @pytest.fixture(scope="module")
 def long_served(serve: Serve) -> Iterator[Served]:
-    """A cluster whose generations may be long."""
-    with serve(settings={"router.max_iter_times": LONG}) as cluster:
+    """A cluster whose generations may be long and whose queue is short."""
+    with serve(
+        settings={"router.max_iter_times": LONG, "limits.queued_requests": 4, "prefill.max_running": 1}
+    ) as cluster:
         yield cluster
 
 
@@ -101,4 +105,23 @@ def test_deadline_passes_in_a_stream(long_served: Served, watch: NodeWatch) -> N
     assert 0 < len(tokens_of(events)) < LONG
     assert events[-1]["finish_reason"] == "timeout"
     assert events[-1]["error_type"] == "Request Timeout"
+    watch.wait_idle(*NODES)
+
+
+def test_more_than_the_queue_holds(long_served: Served, watch: NodeWatch) -> None:
+    """What is too much is refused before any work; what was taken is served."""
+
+    def ask(number: int) -> httpx.Response:
+        with long_served.client() as http:
+            body = body_of(random_prompt(number, 1500, VOCAB_SIZE), max_new_tokens=3)
+            return http.post("/v2/models/m/infer", content=body)
+
+    with ThreadPoolExecutor(40) as pool:
+        answers = list(pool.map(ask, range(40)))
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in refused:
+        assert answer.json()["error_type"] == "Too Many Requests"
+        assert int(answer.headers["retry-after"]) > 0
+    assert len(answers) - len(refused) >= 4
     watch.wait_idle(*NODES)
