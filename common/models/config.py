@@ -106,6 +106,8 @@ class ModelConfig:
     """Each head's query and key is normalised before it is rotated."""
     windows: tuple[int, ...] = ()
     """For each layer, how many of the newest positions a token sees, its own among them; 0: all. Empty: all in all."""
+    extra_layers: int = 0
+    """Layers behind the last that a checkpoint may carry and that the next token does not depend on."""
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     checkpoint_dtype: str = "float32"

@@ -16,6 +16,7 @@ from common.device.base import AttentionMetadata, Device, KvTensorSpec, Linear, 
 from common.models.attention import Attention, GroupedAttention
 from common.models.causal_lm import LayerDone
 from common.models.config import ModelConfig
+from common.models.latent_attention import LatentAttention
 from common.models.loader import WeightLoader
 from common.models.mlp import Mlp, load_mlp
 from common.models.moe import MoeMlp
@@ -48,7 +49,7 @@ class DecoderModel:
         frequencies: Tensor,
     ) -> None:
         self.config = config
-        self.kv_specs: tuple[KvTensorSpec, ...] = GroupedAttention.kv_specs(config, embedding.dtype)
+        self.kv_specs: tuple[KvTensorSpec, ...] = _kv_specs(config, embedding.dtype)
         self._ops = ops
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -62,6 +63,8 @@ class DecoderModel:
         loader = WeightLoader(weights, device, dtype)
         embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_load_layer(config, index, loader) for index in range(config.num_layers)]
+        for extra in range(config.num_layers, config.num_layers + config.extra_layers):
+            weights.skip_below(f"model.layers.{extra}.")
         return cls(
             config,
             device.ops,
@@ -105,10 +108,22 @@ def _load_layer(config: ModelConfig, index: int, loader: WeightLoader) -> Decode
     prefix = f"model.layers.{index}."
     return DecoderLayer(
         input_norm=loader.tensor(prefix + "input_layernorm.weight", config.hidden_size),
-        attention=GroupedAttention.load(config, index, loader),
+        attention=_load_attention(config, index, loader),
         mlp_norm=loader.tensor(prefix + "post_attention_layernorm.weight", config.hidden_size),
         mlp=_load_mlp(config, index, prefix + "mlp.", loader),
     )
+
+
+def _load_attention(config: ModelConfig, index: int, loader: WeightLoader) -> Attention:
+    if config.mla is not None:
+        return LatentAttention.load(config, config.mla, index, loader)
+    return GroupedAttention.load(config, index, loader)
+
+
+def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
+    if config.mla is not None:
+        return LatentAttention.kv_specs(config.mla, dtype)
+    return GroupedAttention.kv_specs(config, dtype)
 
 
 def _load_mlp(config: ModelConfig, index: int, prefix: str, loader: WeightLoader) -> Mlp:

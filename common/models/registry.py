@@ -1,10 +1,12 @@
 """Architecture names to model families. A new family adds one line here and one file beside it."""
 
 from common.errors import ModelLoadError
-from common.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from common.models import deepseek, llama, mistral, qwen2, qwen3, qwen3_moe
 from common.models.family import Family
 
 _FAMILIES: dict[str, Family] = {
+    "DeepseekV2ForCausalLM": deepseek.FAMILY_V2,
+    "DeepseekV3ForCausalLM": deepseek.FAMILY_V3,
     "LlamaForCausalLM": llama.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
     "Qwen2ForCausalLM": qwen2.FAMILY,

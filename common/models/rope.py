@@ -44,11 +44,13 @@ def rope_from_settings(values: Mapping[str, object], theta: float, max_positions
 
 def _yarn(settings: Settings, theta: float, max_positions: int) -> RopeConfig:
     settings.require("truncate", (True,))
-    settings.require("mscale", ())
-    settings.require("mscale_all_dim", ())
     factor = settings.number("factor")
     original = settings.integer("original_max_position_embeddings", max_positions)
-    by_paper = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    mscale, mscale_all_dim = settings.number("mscale", 0.0), settings.number("mscale_all_dim", 0.0)
+    if (mscale == 0.0) != (mscale_all_dim == 0.0):
+        # One without the other is read differently by different implementations.
+        raise settings.unsupported("mscale without mscale_all_dim, or the reverse", mscale or mscale_all_dim)
+    by_default = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim) if mscale else _magnitude(factor, 1.0)
     return RopeConfig(
         theta,
         "yarn",
@@ -56,8 +58,13 @@ def _yarn(settings: Settings, theta: float, max_positions: int) -> RopeConfig:
         original_max_position_embeddings=original,
         beta_fast=settings.number("beta_fast", 32.0),
         beta_slow=settings.number("beta_slow", 1.0),
-        attention_factor=settings.number("attention_factor", by_paper),
+        attention_factor=settings.number("attention_factor", by_default),
+        mscale_all_dim=mscale_all_dim,
     )
+
+
+def _magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:

@@ -50,6 +50,10 @@ class TrackedWeights:
         """Count a tensor as taken without reading it: a copy of something that was read or can be computed."""
         self._left.discard(name)
 
+    def skip_below(self, prefix: str) -> None:
+        """Count every tensor whose name begins so as taken: a part of the model that is not used."""
+        self._left = {name for name in self._left if not name.startswith(prefix)}
+
     def refuse_rest(self) -> None:
         """Raises ModelLoadError when a tensor was not taken."""
         if self._left:

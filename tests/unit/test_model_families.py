@@ -39,6 +39,21 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_dense_layers": ("qwen3_moe", {"mlp_only_layers": [0, 2], "tie_word_embeddings": True}),
     "qwen3_moe_window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
 }
+YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}
+GROUPED = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+VARIATIONS |= {
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2_no_q_rank": ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True, "mlp_bias": True}),
+    "deepseek_v2_groups": ("deepseek_v2", {**GROUPED, "routed_scaling_factor": 1.7, "n_shared_experts": 1}),
+    "deepseek_v2_yarn": ("deepseek_v2", {"rope_parameters": YARN_MSCALE, "first_k_dense_replace": 0}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3_biases": ("deepseek_v3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "deepseek_v3_halves": ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
+    "deepseek_v3_not_normalised": ("deepseek_v3", {"norm_topk_prob": False, "routed_scaling_factor": 1.0}),
+    "deepseek_v3_one_group": ("deepseek_v3", {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 3}),
+    "deepseek_v3_yarn": ("deepseek_v3", {"rope_parameters": YARN_MSCALE, "attention_bias": True, "q_lora_rank": None}),
+    "deepseek_v3_yarn_without_mscale": ("deepseek_v3", {"rope_parameters": YARN}),
+}
 LENGTHS = (1, 2, 9, 40, 83)
 NEW_TOKENS = 12
 

@@ -1,0 +1,170 @@
+"""Multi-head latent attention (DeepSeek): what is cached is one latent and one rotary key a token, for all heads.
+
+A head's key is its own linear map of the latent, with the rotary key behind it; its value is another map of the latent.
+Both maps are moved to the other side: the query is mapped into the latent's space and compared with the latents as they
+are cached, and the weighted latent is mapped to the head's output. So nothing is expanded for each cached position.
+"""
+
+import math
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from common.device.base import KvTensorSpec, Linear, Ops, PerHead
+from common.models.config import MlaConfig, ModelConfig
+from common.models.loader import WeightLoader, joined
+from common.models.step import ModelStep
+
+_LATENT_EPS = 1e-6
+"""Of the norms of the latents; the configuration's own is for the other norms."""
+
+
+class LatentAttention:
+    """Implements `common.models.attention.Attention`. The projections that share their input are merged."""
+
+    def __init__(
+        self, config: ModelConfig, mla: MlaConfig, ops: Ops, latent_norm: Tensor, inputs: "LatentInputs",
+        outputs: "LatentOutputs",
+    ) -> None:  # fmt: skip
+        self._ops = ops
+        self._mla = mla
+        self._heads = config.num_heads
+        self._latent_norm = latent_norm
+        self._inputs = inputs
+        self._outputs = outputs
+        self._scale = _scale(config, mla)
+
+    @staticmethod
+    def kv_specs(mla: MlaConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
+        """Every rank of a tensor-parallel node has all of both: heads share them."""
+        return (
+            KvTensorSpec("latent", (mla.kv_lora_rank,), dtype, None),
+            KvTensorSpec("rope_key", (mla.rope_head_dim,), dtype, None),
+        )
+
+    @classmethod
+    def load(cls, config: ModelConfig, mla: MlaConfig, layer: int, loader: WeightLoader) -> Self:
+        """Take the weights of one layer's attention."""
+        prefix = f"model.layers.{layer}.self_attn."
+        loader.weights.skip(prefix + "rotary_emb.inv_freq")
+        latent_norm = loader.tensor(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
+        inputs = LatentInputs.load(config, mla, prefix, loader)
+        return cls(config, mla, loader.ops, latent_norm, inputs, LatentOutputs.load(config, mla, prefix, loader))
+
+    def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]."""
+        ops, mla = self._ops, self._mla
+        query, latent, rope_key = self._inputs(hidden)
+        query = query.view(len(hidden), self._heads, -1)
+        latent = ops.rms_norm(latent.contiguous(), self._latent_norm, _LATENT_EPS)
+        rope_query, turned_key = ops.rotary(query[..., mla.nope_head_dim :], rope_key[:, None], step.cos, step.sin)
+        pair = (cache[0], cache[1])
+        ops.latent_write(latent, turned_key[:, 0], pair, step.meta)
+        in_latent_space = torch.cat((self._outputs.to_latent(query[..., : mla.nope_head_dim]), rope_query), -1)
+        return self._outputs(ops.latent_attention(in_latent_space, pair, step.meta, self._scale))
+
+
+class LatentInputs:
+    """hidden [T, hidden] -> query [T, heads * head_dim], latent [T, R] before its norm, rotary key [T, P]."""
+
+    def __init__(
+        self, ops: Ops, mla: MlaConfig, merged: Linear, query_norm: Tensor | None, spread: Linear | None
+    ) -> None:
+        """`query_norm` and `spread` lead from a compressed query to the heads' own; None where there is no such."""
+        self._ops = ops
+        self._mla = mla
+        self._merged = merged
+        self._query_norm = query_norm
+        self._spread = spread
+
+    @classmethod
+    def load(cls, config: ModelConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
+        """Rotary pairs are put into halves here, in the rows that make them: turning them needs no shuffle then."""
+        order = _order_of_halves(mla)
+        rows = config.num_heads * config.head_dim
+        compressed = mla.q_lora_rank
+        name, bias = ("q_a_proj", config.attention_bias) if compressed else ("q_proj", False)
+        first, first_bias = loader.stacked({prefix + name: compressed or rows}, config.hidden_size, bias)
+        query_norm = spread = None
+        if compressed:
+            query_norm = loader.tensor(prefix + "q_a_layernorm.weight", compressed)
+            weight = loader.tensor(prefix + "q_b_proj.weight", rows, compressed)
+            spread = loader.ops.pack_linear(_reordered(weight, config.num_heads, mla, order))
+        else:
+            first = _reordered(first, config.num_heads, mla, order)
+        merged_rows = {prefix + "kv_a_proj_with_mqa": mla.kv_lora_rank + mla.rope_head_dim}
+        second, second_bias = loader.stacked(merged_rows, config.hidden_size, config.attention_bias)
+        second = _reordered_end(second, order)
+        all_biases = None
+        if second_bias is not None:
+            none = torch.zeros(len(first), dtype=first.dtype, device=first.device)
+            all_biases = joined((none if first_bias is None else first_bias, _reordered_end(second_bias, order)))
+        return cls(loader.ops, mla, loader.ops.pack_linear(joined((first, second)), all_biases), query_norm, spread)
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See the class."""
+        mla = self._mla
+        merged = self._merged(hidden)
+        rope_start = merged.shape[1] - mla.rope_head_dim
+        query, latent = (
+            merged[:, : rope_start - mla.kv_lora_rank],
+            merged[:, rope_start - mla.kv_lora_rank : rope_start],
+        )
+        if self._query_norm is not None and self._spread is not None:
+            query = self._spread(self._ops.rms_norm(query.contiguous(), self._query_norm, _LATENT_EPS))
+        else:
+            query = query.contiguous()
+        return query, latent, merged[:, rope_start:]
+
+
+class LatentOutputs:
+    """The maps between a head's space and the latent's, and the output projection."""
+
+    def __init__(self, to_latent: PerHead, from_latent: PerHead, output: Linear) -> None:
+        """to_latent: [T, H, nope] -> [T, H, R]; from_latent: [T, H, R] -> [T, H, V]."""
+        self.to_latent = to_latent
+        self._from_latent = from_latent
+        self._output = output
+
+    @classmethod
+    def load(cls, config: ModelConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
+        """Both maps are halves of one tensor."""
+        per_head = mla.nope_head_dim + mla.v_head_dim
+        both = loader.tensor(prefix + "kv_b_proj.weight", config.num_heads * per_head, mla.kv_lora_rank)
+        both = both.view(config.num_heads, per_head, mla.kv_lora_rank)
+        outputs = {prefix + "o_proj": config.hidden_size}
+        return cls(
+            loader.ops.pack_per_head(both[:, : mla.nope_head_dim].contiguous()),
+            loader.ops.pack_per_head(both[:, mla.nope_head_dim :].transpose(1, 2).contiguous()),
+            loader.linear(outputs, config.num_heads * mla.v_head_dim, config.output_bias),
+        )
+
+    def __call__(self, attended: Tensor) -> Tensor:
+        """[T, H, R] -> [T, hidden]."""
+        return self._output(self._from_latent(attended).flatten(1))
+
+
+def _scale(config: ModelConfig, mla: MlaConfig) -> float:
+    scale: float = (mla.nope_head_dim + mla.rope_head_dim) ** -0.5
+    rope = config.rope
+    stretched = rope.type == "yarn" and rope.factor > 1
+    return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2 if stretched else scale
+
+
+def _order_of_halves(mla: MlaConfig) -> Tensor:
+    """[P] which of the checkpoint's rows come where, so that the first of each pair is in the first half."""
+    order = torch.arange(mla.rope_head_dim)
+    return order.view(-1, 2).t().reshape(-1) if mla.interleaved else order
+
+
+def _reordered(weight: Tensor, heads: int, mla: MlaConfig, order: Tensor) -> Tensor:
+    """weight [heads * (nope + P), in], the last P rows of each head in `order`."""
+    by_head = weight.view(heads, mla.nope_head_dim + mla.rope_head_dim, -1)
+    return _reordered_end(by_head.transpose(0, 1), order).transpose(0, 1).reshape(weight.shape)
+
+
+def _reordered_end(rows: Tensor, order: Tensor) -> Tensor:
+    """The last rows, as many as `order` has, in its order."""
+    end = len(rows) - len(order)
+    return torch.cat((rows[:end], rows[end:].index_select(0, order.to(rows.device))))
