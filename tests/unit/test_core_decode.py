@@ -55,7 +55,7 @@ class Bench:
         self.worker.take(Beat(beat_no=self.worker.beat_no + 1, as_of=as_of, entries=entries), now)
         return self.done(self.leg.on_list(self.worker, now), now)
 
-    def reserve(self, now: float = 0.1, *, plan_no: int = 1, key: TransferKey | None = None):
+    def reserve(self, now: float = 0.1, *, plan_no: int = 1, key: TransferKey | None = None, priority: int = 3):
         message = Reserve(
             key=key or self.key(),
             transfer_no=1,
@@ -64,7 +64,7 @@ class Bench:
             prompt_token_ids=array("I", range(10, 16)),
             output_token_ids=array("I"),
             sampling=SamplingParams(max_new_tokens=4),
-            priority=3,
+            priority=priority,
             remaining_ms=60_000,
             waited_ms=0,
         )
