@@ -1,0 +1,62 @@
+"""Which nodes a request goes to: rule 4 and the penalty of rule 34."""
+
+from common.ids import Incarnation
+from router.policy.placement import MAX_CANDIDATES, DecodeView, PrefillView, choose
+
+P1, P2 = Incarnation("1" * 32), Incarnation("2" * 32)
+D1, D2, D3, D4 = (Incarnation(digit * 32) for digit in "6789")
+
+
+def prefill(peer: Incarnation, waiting_tokens: int = 0) -> PrefillView:
+    return PrefillView(peer, "p", waiting_tokens)
+
+
+def decode(peer: Incarnation, free_blocks: int = 50, total_blocks: int = 100) -> DecodeView:
+    return DecodeView(peer, "d", free_blocks, total_blocks)
+
+
+def test_both_sides_are_needed():
+    assert choose([], [decode(D1)]) is None
+    assert choose([prefill(P1)], []) is None
+
+
+def test_least_waiting_tokens_and_most_free_share_of_blocks():
+    choice = choose([prefill(P1, 9), prefill(P2, 8)], [decode(D1, 50, 100), decode(D2, 40, 50)])
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (P2, (D2, D1))
+
+
+def test_at_most_three_candidates_best_first():
+    choice = choose([prefill(P1)], [decode(D1, 10), decode(D2, 40), decode(D3, 30), decode(D4, 20)])
+    assert choice is not None
+    assert choice.decodes == (D2, D3, D4)
+    assert len(choice.decodes) == MAX_CANDIDATES
+
+
+def test_ties_are_turned_so_that_workers_do_not_all_choose_the_same():
+    views = [decode(D1), decode(D2), decode(D3)]
+    chosen = [choose([prefill(P1), prefill(P2)], views, turn=turn) for turn in range(6)]
+    assert {choice.decodes[0] for choice in chosen if choice} == {D1, D2, D3}
+    assert {choice.prefill for choice in chosen if choice} == {P1, P2}
+
+
+def test_a_failed_pair_is_avoided_by_another_decode_node_then_by_another_prefill_node():
+    two = [decode(D1, 90), decode(D2, 10)]
+    choice = choose([prefill(P1), prefill(P2, 9)], two, avoid={(P1, D1)})
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (P1, (D2, D1))
+    choice = choose([prefill(P1), prefill(P2, 9)], [decode(D1)], avoid={(P1, D1)})
+    assert choice is not None
+    assert choice.prefill == P2
+
+
+def test_the_least_bad_pair_is_taken_when_all_have_failed():
+    choice = choose([prefill(P1, 9), prefill(P2)], [decode(D1)], avoid={(P1, D1), (P2, D1)})
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (P2, (D1,))
+
+
+def test_a_node_that_has_told_no_load_yet_counts_as_full():
+    choice = choose([prefill(P1)], [decode(D1, 0, 0), decode(D2, 1, 100)])
+    assert choice is not None
+    assert choice.decodes[0] == D2
