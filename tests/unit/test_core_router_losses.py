@@ -24,6 +24,7 @@ from common.protocol.messages import (
     Status,
     Tokens,
     TokensEntry,
+    Welcome,
 )
 from common.sampling_params import SamplingParams
 from common.state.actions import SendHello
