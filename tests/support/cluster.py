@@ -23,6 +23,7 @@ from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
 from common.config.schema import Role, RouterConfig
 from common.device.base import Device
+from common.engine.kv_cache import bytes_per_token
 from common.models.load import LoadedModel
 from common.node.build import LegContext, NodeBuilder, Surroundings
 from common.node.shell import NodeShell
@@ -214,7 +215,7 @@ class Cluster:
             "ipc": f"ipc://{self._run_dir}/{{}}-{name}-{len(self.dead)}",
             "tcp": "tcp://127.0.0.1:*",
         }[options.scheme]
-        per_token = sum(4 * spec.shape_per_token[0] * spec.shape_per_token[1] for spec in self.loaded.kv_specs)
+        per_token = bytes_per_token(self.loaded.kv_specs, self.loaded.config.num_layers)
         return NodeSettings(
             role=role,
             name=name,
@@ -227,7 +228,7 @@ class Cluster:
             max_model_len=self.loaded.info.max_model_len,
             block_size=options.block_size,
             device_index=0,
-            kv_cache_bytes=per_token * self.loaded.config.num_layers * options.block_size * options.num_blocks,
+            kv_cache_bytes=per_token * options.block_size * options.num_blocks,
             kv_cache_bytes_on_cpu=0,
             threads=1,
             max_step_tokens=options.max_step_tokens,

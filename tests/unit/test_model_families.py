@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.device.base import Device
 from common.device.cpu import CpuDevice
+from common.device.native.build import find_compiler
 from common.models.load import load_model
+from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.paged_device import PagedDevice
 from tests.support.tiny_families import make_family_checkpoint
@@ -68,8 +71,79 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
     wanted = [reference_tokens(reference, prompt, NEW_TOKENS, use_cache) for prompt in prompts]
     assert len({tuple(tokens) for tokens in wanted}) == len(wanted), "the reference says the same whatever it is asked"
     devices: list[tuple[Device, int]] = [(CpuDevice(1), 1 << 30), (CpuDevice(1), 7), (PagedDevice(), 11)]
+    if find_compiler():
+        devices += [(cpu_with("native"), 1 << 30), (cpu_with("native"), 9)]
     for device, chunk in devices:
         driver = EngineDriver(load_model(tmp_path, device=device, progress=False), device)
         sequences = [driver.add(prompt) for prompt in prompts]
         driver.generate(sequences, NEW_TOKENS, chunk)
         assert [sequence.output for sequence in sequences] == wanted, (type(device).__name__, chunk)
+
+
+ELSEWHERE = ["mistral_window", "qwen2", "qwen3_moe", "deepseek_v2_groups", "deepseek_v3_yarn"]
+"""One of each kind of cache and attention."""
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("cached", [0, 8])
+def test_decoding_goes_on_in_another_cache(name: str, cached: int, tmp_path: Path) -> None:
+    """Computed here, ferried layers out of order to blocks of another size and another layout, decoded there."""
+    reference = make_family_checkpoint(tmp_path, VARIATIONS[name][0], **VARIATIONS[name][1])
+    prompt = random_prompt(8, 37)
+    wanted = reference_tokens(reference, prompt, NEW_TOKENS)
+    here = EngineDriver(load_model(tmp_path, device=CpuDevice(1), progress=False), block_size=4)
+    paged = PagedDevice()
+    there = EngineDriver(load_model(tmp_path, device=paged, progress=False), paged, block_size=8)
+    source = here.add(prompt)
+    here.generate([source], 1, chunk=11)
+    first = there.add(prompt[:cached] or prompt)
+    if cached:
+        there.generate([first], 1)
+    target = there.add(source.ids, prompt_length=len(prompt))
+    there.share_prefix(first, target, cached // 8)
+    there.reserve(target, len(prompt))
+    for layers in ((2, 3), (0, 2)):
+        data = here.cache.read(*layers, source.blocks, cached, len(prompt))
+        assert len(data) == here.cache.range_bytes(*layers, cached, len(prompt))
+        there.cache.write(*layers, target.blocks, cached, len(prompt), data)
+    target.computed = len(prompt)
+    there.generate([target], NEW_TOKENS)
+    assert target.output == wanted
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_prefix_that_another_computed_serves_in_a_crowd(name: str, tmp_path: Path) -> None:
+    reference = make_family_checkpoint(tmp_path, VARIATIONS[name][0], **VARIATIONS[name][1])
+    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(1), progress=False))
+    common = random_prompt(1, 24)
+    first = driver.add(common + random_prompt(2, 5))
+    driver.generate([first], 2)
+    others = [driver.add(common + random_prompt(seed, seed)) for seed in (3, 11, 26)]
+    for other in others:
+        driver.share_prefix(first, other, 6)
+    driver.generate([first, *others], NEW_TOKENS, chunk=5)
+    for sequence in (first, *others):
+        prompt = sequence.ids[: sequence.prompt_length]
+        assert sequence.output == reference_tokens(reference, prompt, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_bfloat16_differs_at_near_ties_only(name: str, tmp_path: Path) -> None:
+    """The first token that differs from float32's is nearly as good in float32."""
+    family, changes = VARIATIONS[name]
+    reference = make_family_checkpoint(tmp_path, family, **{**changes, "initializer_range": 0.1})
+    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(1), dtype="bfloat16", progress=False))
+    prompts = [random_prompt(seed, 30) for seed in range(6)]
+    sequences = [driver.add(prompt) for prompt in prompts]
+    driver.generate(sequences, NEW_TOKENS, chunk=11)
+    equal = 0
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        wanted = reference_tokens(reference, prompt, NEW_TOKENS)
+        same = [ours == theirs for ours, theirs in zip(sequence.output, wanted, strict=True)]
+        equal += all(same)
+        if not all(same):
+            at = same.index(False)
+            with torch.inference_mode():
+                logits = reference(torch.tensor([prompt + wanted[:at]])).logits[0, -1]
+            assert logits.max() - logits[sequence.output[at]] < 0.05 * (logits.max() - logits.min())
+    assert equal, "no sequence is equal as a whole"
