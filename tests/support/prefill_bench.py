@@ -61,11 +61,22 @@ class PrefillBench:
     """One worker that said Hello and is silent unless spoken for; links to two decode nodes that are up."""
 
     def __init__(
-        self, limits: Limits | None = None, *, num_blocks: int = 32, max_running: int = 8, steps_in_flight: int = 4
+        self,
+        limits: Limits | None = None,
+        *,
+        num_blocks: int = 32,
+        max_running: int = 8,
+        steps_in_flight: int = 4,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.timers, self.limits = Timers(), limits or Limits()
         self.pool = BlockPool(num_blocks, 4, "m")
-        config = SchedulerConfig(max_step_tokens=64, max_running=max_running, max_steps_in_flight=steps_in_flight)
+        config = SchedulerConfig(
+            eos_token_ids=eos_token_ids,
+            max_step_tokens=64,
+            max_running=max_running,
+            max_steps_in_flight=steps_in_flight,
+        )
         self.scheduler = Scheduler(config, self.pool)
         self.leg = PrefillLeg(
             me=ME,
