@@ -54,10 +54,6 @@ class PrefixCache:
         """Whether its content is fixed."""
         return block in self._content
 
-    def is_evictable(self, block: int) -> bool:
-        """Whether it is published and has no holder."""
-        return block in self._evictable
-
     def hold(self, block: int) -> None:
         """Its first holder came: no longer evictable."""
         del self._evictable[block]
