@@ -109,6 +109,20 @@ async def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
 
 
 @pytest.mark.asyncio
+async def test_body_that_nobody_reads_is_no_next_request(served: Served) -> None:
+    """An answer that comes before the body leaves the connection in order."""
+    unread = encode(base()) * 1000
+    async with connect(served.port) as client, asyncio.timeout(DEADLINE_S):
+        await client.send(
+            f"POST /v2/models/unknown/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(unread)}\r\n\r\n".encode()
+        )
+        assert (await client.reply()).status == 404
+        await client.send(unread)
+        await client.post(PATH, encode(base()))
+        assert (await client.reply()).status == 200
+
+
+@pytest.mark.asyncio
 async def test_body_that_waits_to_be_asked_for(served: Served) -> None:
     body = encode(base())
     async with connect(served.port) as client, asyncio.timeout(DEADLINE_S):
