@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
+from common.cache import cache_dir
 from common.errors import ModelLoadError
 
 MODEL_NAME = "smollm2-135m-instruct"
@@ -29,12 +30,6 @@ GGUF_BYTES = 98_362_432
 _FILE = "smollm2-135m-instruct-q4_1.gguf"
 _CHUNK_BYTES = 1 << 20
 _STDERR_FD = 2
-
-
-def cache_dir() -> Path:
-    """$KVFERRY_CACHE, else ~/.cache/kvferry."""
-    given = os.environ.get("KVFERRY_CACHE", "")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "kvferry"
 
 
 def model_path() -> Path:

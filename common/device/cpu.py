@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from common.device.base import KvTensorSpec
+from common.device.base import KvTensorSpec, Ops
 from common.device.cpu_ops import CpuOps
 
 
@@ -21,13 +21,13 @@ class CpuDevice:
 
     name = "cpu"
 
-    def __init__(self, threads: int = 0) -> None:
-        """`threads`: for matmuls of the engine thread; 0 leaves torch's own default."""
+    def __init__(self, threads: int = 0, ops: Ops | None = None) -> None:
+        """`threads`: for matmuls of the engine thread; 0 leaves torch's own default. `ops`: None takes torch's."""
         if threads < 0:
             raise ValueError(f"threads must not be negative, got {threads}")
         self.threads = threads
         self.torch_device = torch.device("cpu")
-        self.ops = CpuOps()
+        self.ops: Ops = ops or CpuOps()
 
     def activate_thread(self) -> None:
         """Sets the calling thread's number of compute threads: OpenMP keeps it per thread."""

@@ -36,8 +36,9 @@ def select_device(name: DeviceName, threads: int, index: int = 0) -> Device:
     if name == "auto":
         return _best(threads, index)
     from common.device.cpu import CpuDevice
+    from common.device.native.select import cpu_ops
 
-    return CpuDevice(threads)
+    return CpuDevice(threads, cpu_ops())
 
 
 def _best(threads: int, index: int) -> Device:

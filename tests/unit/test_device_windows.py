@@ -1,4 +1,4 @@
-"""Sliding windows, latent attention, experts and per-head matmuls of both op tables, against loops in float64."""
+"""Sliding windows, latent attention, experts and per-head matmuls of all op tables, against loops in float64."""
 
 import math
 
@@ -10,6 +10,7 @@ from torch.nn import functional
 from common.device import cpu_attention
 from common.device.base import AttentionMetadata, Device, KvTensorSpec
 from common.device.cpu import CpuDevice
+from tests.support.cpu_ops import OP_SETS, cpu_with
 from tests.support.paged_device import PagedDevice
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
@@ -23,9 +24,9 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 }
 
 
-@pytest.fixture(params=["cpu", "paged"])
+@pytest.fixture(params=[*OP_SETS, "paged"])
 def device(request: pytest.FixtureRequest) -> Device:
-    return CpuDevice(1) if request.param == "cpu" else PagedDevice()
+    return PagedDevice() if request.param == "paged" else cpu_with(request.param)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

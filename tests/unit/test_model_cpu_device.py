@@ -8,12 +8,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.device import cpu_attention, cpu_linear
-from common.device.base import AttentionMetadata, Device, KvTensorSpec
+from common.device.base import AttentionMetadata, Device, KvTensorSpec, Ops
 from common.device.cpu import CpuDevice
 from common.device.cpu_ops import CpuOps
+from tests.support.cpu_ops import OP_SETS, ops_named
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(params=OP_SETS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return ops_named(request.param)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,10 +50,10 @@ def test_threads_are_set_for_the_thread_that_activates() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_pack_linear(dtype: torch.dtype, tokens: int, with_bias: bool) -> None:
+def test_pack_linear(ops: Ops, dtype: torch.dtype, tokens: int, with_bias: bool) -> None:
     weight, x = randn(33, 20, dtype=dtype), randn(tokens, 20, seed=1, dtype=dtype)
     bias = randn(33, seed=2, dtype=dtype) if with_bias else None
-    got = CpuOps().pack_linear(weight, bias)(x)
+    got = ops.pack_linear(weight, bias)(x)
     wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert got.dtype == dtype
     assert torch.allclose(got.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
@@ -59,28 +65,28 @@ def test_a_dtype_that_cannot_be_packed_is_found_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms(dtype: torch.dtype) -> None:
+def test_norms(ops: Ops, dtype: torch.dtype) -> None:
     x, residual, weight = randn(5, 24, dtype=dtype), randn(5, 24, seed=1, dtype=dtype), randn(24, seed=2, dtype=dtype)
 
     def plain(values: Tensor) -> Tensor:
         wide = values.double()
         return wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
 
-    assert torch.allclose(CpuOps().rms_norm(x, weight, 1e-5).double(), plain(x), atol=TOLERANCE[dtype])
+    assert torch.allclose(ops.rms_norm(x, weight, 1e-5).double(), plain(x), atol=TOLERANCE[dtype])
     total = x + residual
-    normed, added = CpuOps().add_rms_norm(x, residual, weight, 1e-5)
+    normed, added = ops.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(added, total)
     assert torch.allclose(normed.double(), plain(total), atol=TOLERANCE[dtype])
 
 
-def test_silu_mul() -> None:
+def test_silu_mul(ops: Ops) -> None:
     x = randn(4, 12)
-    assert torch.allclose(CpuOps().silu_mul(x), x[:, :6] * x[:, :6].sigmoid() * x[:, 6:], atol=1e-6)
+    assert torch.allclose(ops.silu_mul(x), x[:, :6] * x[:, :6].sigmoid() * x[:, 6:], atol=1e-6)
     assert torch.equal(x, randn(4, 12)), "the input was changed"
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_rotary(merged: bool) -> None:
+def test_rotary(ops: Ops, merged: bool) -> None:
     """Both from one merged projection (rotated together) and from tensors of their own."""
     tokens = 5
     qkv = randn(tokens, HEADS + 2 * KV_HEADS, SIZE)
@@ -88,7 +94,7 @@ def test_rotary(merged: bool) -> None:
     if not merged:
         query, key = query.clone(), key.clone()
     angles = randn(tokens, SIZE // 2, seed=3).repeat(1, 2)
-    got = CpuOps().rotary(query, key, angles.cos(), angles.sin())
+    got = ops.rotary(query, key, angles.cos(), angles.sin())
     for rotated, original in zip(got, (query, key), strict=True):
         pairs = torch.complex(original[..., : SIZE // 2], original[..., SIZE // 2 :])
         turned = pairs * torch.polar(torch.ones(tokens, 1, SIZE // 2), angles[:, None, : SIZE // 2])
@@ -112,16 +118,15 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     ("compute", "dtype"), [("own", torch.float32), ("own", torch.bfloat16), ("native_bfloat16", torch.bfloat16)]
 )
 @pytest.mark.parametrize("name", BATCHES)
-def test_attention(name: str, compute: str, dtype: torch.dtype) -> None:
+def test_attention(ops: Ops, name: str, compute: str, dtype: torch.dtype) -> None:
     """Against a loop over tokens and heads in float64, with blocks in random order and rubbish elsewhere.
 
     "native_bfloat16" is the path of CPUs with bfloat16 instructions; it is right, if slow, on every other.
     """
     batch = BATCHES[name]
-    cache, meta, keys, values = _paged(batch, dtype)
+    cache, meta, keys, values = _paged(ops, batch, dtype)
     query = randn(meta.query_start_loc[-1], HEADS, SIZE, seed=7, dtype=dtype)
     if compute == "own":
-        ops = CpuOps()
         got = ops.attention(query, cache, meta, SIZE**-0.5)
     else:
         plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.BMM_ROWS)
@@ -132,7 +137,7 @@ def test_attention(name: str, compute: str, dtype: torch.dtype) -> None:
 
 
 def test_sequences_of_very_different_length_are_not_padded_to_one() -> None:
-    meta = _paged([(1, 9), (1, 400), (1, 390), (1, 10), (1, 380)], torch.float32)[1]
+    meta = _paged(CpuOps(), [(1, 9), (1, 400), (1, 390), (1, 10), (1, 380)], torch.float32)[1]
     plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.SDPA_ROWS)
     assert [group.row_list for group in plan.groups] == [(1, 2, 4), (0, 3)]
 
@@ -149,7 +154,7 @@ def test_layout_round_trip() -> None:
 
 
 def _paged(
-    batch: list[tuple[int, int]], dtype: torch.dtype
+    ops: Ops, batch: list[tuple[int, int]], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], AttentionMetadata, list[Tensor], list[Tensor]]:
     """A cache with the sequences' keys and values; the newest tokens go in by kv_write, the others by the device."""
     device = CpuDevice()
@@ -175,7 +180,7 @@ def _paged(
     offsets = (0, *torch.tensor([new for new, _ in batch]).cumsum(0).tolist())
     meta = AttentionMetadata(offsets, tuple(length for _, length in batch), tables, torch.cat(new_slots), BLOCK)
     pair = (cache[0], cache[1])
-    CpuOps().kv_write(torch.cat([key for key, _ in new_rows]), torch.cat([value for _, value in new_rows]), pair, meta)
+    ops.kv_write(torch.cat([key for key, _ in new_rows]), torch.cat([value for _, value in new_rows]), pair, meta)
     return pair, meta, keys, values
 
 

@@ -9,6 +9,7 @@ import torch
 
 from common.device.cpu import CpuDevice
 from common.models.load import load_model
+from tests.support.cpu_ops import OP_SETS, cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import make_checkpoint, random_prompt, reference_tokens
 
@@ -38,11 +39,16 @@ LENGTHS = (1, 2, 9, 40, 83)
 NEW_TOKENS = 12
 
 
+@pytest.fixture(params=OP_SETS)
+def device(request: pytest.FixtureRequest) -> CpuDevice:
+    return cpu_with(request.param)
+
+
 @pytest.mark.parametrize("name", VARIATIONS)
 @pytest.mark.parametrize("chunk", [7, 1 << 30])
-def test_greedy_tokens_equal_transformers(name: str, chunk: int, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_transformers(device: CpuDevice, name: str, chunk: int, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, **VARIATIONS[name])
-    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(), progress=False))
+    driver = EngineDriver(load_model(tmp_path, device=device, progress=False))
     prompts = [random_prompt(length, length) for length in LENGTHS]
     sequences = [driver.add(prompt) for prompt in prompts]
     driver.generate(sequences, NEW_TOKENS, chunk)
@@ -82,10 +88,10 @@ def test_settings_before_transformers_5_are_read_alike(tmp_path: Path) -> None:
     assert sequence.output == reference_tokens(reference, prompt, NEW_TOKENS)
 
 
-def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+def test_bfloat16_stays_near_float32(device: CpuDevice, tmp_path: Path) -> None:
     """The first token of the 16-bit run is among the best of the 32-bit reference."""
     reference = make_checkpoint(tmp_path, initializer_range=0.1)
-    driver = EngineDriver(load_model(tmp_path, device=CpuDevice(), dtype="bfloat16", progress=False))
+    driver = EngineDriver(load_model(tmp_path, device=device, dtype="bfloat16", progress=False))
     prompts = [random_prompt(seed, 30) for seed in range(5)]
     sequences = [driver.add(prompt) for prompt in prompts]
     driver.generate(sequences, 1, chunk=11)

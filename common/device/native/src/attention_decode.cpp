@@ -1,0 +1,176 @@
+// Attention of one new token: every key and value is read once, for all query heads that share them.
+#include <algorithm>
+
+#include "attention.h"
+#include "pool.h"
+#include "shuffle.h"
+
+namespace kvferry {
+namespace {
+
+// Query rows that are computed together: what their sums leave of the registers.
+int64_t rows_together(int64_t group) {
+  if (kLanes == 16 && group % 4 == 0) return 4;
+  return group % 3 == 0 ? 3 : group % 2 == 0 ? 2 : std::min<int64_t>(group, 3);
+}
+
+// query [R][size] times four keys -> scores [R][...] at four neighbouring places.
+template <class T, int L, int R>
+inline void score_four(const float* query, const T* const (&keys)[4], int64_t size, float* scores) {
+  F<L> sums[R][4] = {};
+  for (int64_t d = 0; d < size; d += L) {
+    F<L> k[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) k[i] = load<L>(keys[i] + d);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const F<L> q = load<L>(query + r * size + d);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) sums[r][i] += q * k[i];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) four_sums(sums[r][0], sums[r][1], sums[r][2], sums[r][3], scores + r * kDecodePart);
+}
+
+template <class T, int L, int R>
+void score(const Attention<T>& a, const float* query, const int64_t* offsets, int64_t count, float* scores) {
+  for (int64_t j = 0; j < count; j += 4) {
+    const T* keys[4];
+    // Past the end the last key stands in; nobody's memory is read, and the scores are overwritten below.
+    for (int64_t i = 0; i < 4; i++) keys[i] = a.keys + offsets[std::min(j + i, count - 1)];
+    score_four<T, L, R>(query, keys, a.size, scores + j);
+  }
+}
+
+// Scores to weights: subtracts the largest, exponentiates, returns it and the sum.
+inline void weigh(float* scores, int64_t count, float& largest, float& total) {
+  for (int64_t j = count; j < (count + kLanes - 1) / kLanes * kLanes; j++) scores[j] = -INFINITY;
+  F<kLanes> most = splat<kLanes>(-INFINITY);
+  for (int64_t j = 0; j < count; j += kLanes) most = larger<kLanes>(most, load<kLanes>(scores + j));
+  largest = max_lanes<kLanes>(most);
+  F<kLanes> sum = {};
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const F<kLanes> weight = exp_of<kLanes>(load<kLanes>(scores + j) - largest);
+    store<kLanes>(scores + j, weight);
+    sum += weight;
+  }
+  total = sum_lanes<kLanes>(sum);
+}
+
+template <class T, int L, int R, int V>
+inline void gather_values(const T* values, const int64_t* offsets, int64_t count, const float* weights, float* out,
+                          int64_t out_stride) {
+  F<L> sums[R][V] = {};
+  for (int64_t j = 0; j < count; j++) {
+    const T* value = values + offsets[j];
+    F<L> v[V];
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) v[i] = load<L>(value + i * L);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const F<L> w = splat<L>(weights[r * kDecodePart + j]);
+#pragma GCC unroll 8
+      for (int i = 0; i < V; i++) sums[r][i] += w * v[i];
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) store<L>(out + r * out_stride + i * L, sums[r][i]);
+}
+
+struct Room {
+  float *query, *scores;
+  int64_t* offsets;
+};
+
+// Query rows [0, R) of `query` over `count` keys -> out [R][size + 2].
+template <class T, int L, int R>
+void attend_group(const Attention<T>& a, const float* query, const Room& room, int64_t count, float* out) {
+  const int64_t stride = a.size + 2;
+  score<T, L, R>(a, query, room.offsets, count, room.scores);
+  for (int r = 0; r < R; r++)
+    weigh(room.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
+  constexpr int kWide = R == 1 ? 8 : 4;
+  int64_t d = 0;
+  for (; d + kWide * L <= a.size; d += kWide * L)
+    gather_values<T, L, R, kWide>(a.values + d, room.offsets, count, room.scores, out + d, stride);
+  for (; d < a.size; d += L) gather_values<T, L, R, 1>(a.values + d, room.offsets, count, room.scores, out + d, stride);
+}
+
+template <class T, int L>
+void attend_all(const Attention<T>& a, const Room& room, int64_t count, float* out) {
+  const int64_t group = a.group(), together = rows_together(group), stride = a.size + 2;
+  for (int64_t r = 0; r < group; r += together) {
+    const float* query = room.query + r * a.size;
+    switch (std::min(together, group - r)) {
+      case 1: attend_group<T, L, 1>(a, query, room, count, out + r * stride); break;
+      case 2: attend_group<T, L, 2>(a, query, room, count, out + r * stride); break;
+      case 3: attend_group<T, L, 3>(a, query, room, count, out + r * stride); break;
+      default: attend_group<T, L, 4>(a, query, room, count, out + r * stride);
+    }
+  }
+}
+
+template <class T>
+T* output(const Attention<T>& a, int64_t sequence, int64_t head) {
+  return a.out + (a.batch.starts[sequence] * a.heads + head * a.group()) * a.size;
+}
+
+template <class T>
+void put_row(const float* sums, float total, int64_t size, T* out) {
+  const float scale = 1.0f / total;
+  for (int64_t d = 0; d < size; d += 8) store<8>(out + d, load<8>(sums + d) * scale);
+}
+
+}  // namespace
+
+template <class T>
+void attend_one(const Attention<T>& a, int64_t sequence, int64_t head, int64_t part, float* parts) {
+  const int64_t length = a.batch.lengths[sequence], group = a.group(), stride = a.size + 2;
+  const int64_t first = std::max(part * kDecodePart, a.first_visible(length - 1));
+  const int64_t count = std::min((part + 1) * kDecodePart, length) - first;
+  float* memory = static_cast<float*>(
+      scratch(kSlotItem, uint64_t(group * (a.size + kDecodePart + stride) + 2 * kDecodePart) * sizeof(float)));
+  Room room = {};
+  room.offsets = reinterpret_cast<int64_t*>(memory);
+  room.query = memory + 2 * kDecodePart;
+  room.scores = room.query + group * a.size;
+  float* out = parts ? parts : room.scores + group * kDecodePart;
+  find_offsets(a, sequence, head, first, count, room.offsets);
+  const T* query = a.query + a.batch.starts[sequence] * a.query_stride + head * group * a.size;
+  for (int64_t i = 0; i < group * a.size; i += 8) store<8>(room.query + i, load<8>(query + i) * a.scale);
+  if (kLanes == 16 && a.size % 16 == 0) attend_all<T, kLanes>(a, room, count, out);
+  else attend_all<T, 8>(a, room, count, out);
+  if (parts) return;
+  for (int64_t r = 0; r < group; r++)
+    put_row(out + r * stride, out[r * stride + a.size + 1], a.size, output(a, sequence, head) + r * a.size);
+}
+
+template <class T>
+void join_parts(const Attention<T>& a, int64_t sequence, int64_t head, const float* parts, int64_t count) {
+  const int64_t group = a.group(), stride = a.size + 2, part_stride = group * stride;
+  float* sums = static_cast<float*>(scratch(kSlotSmall, uint64_t(a.size) * sizeof(float)));
+  for (int64_t r = 0; r < group; r++) {
+    const float* own = parts + r * stride;
+    float largest = own[a.size];
+    for (int64_t p = 1; p < count; p++) largest = std::max(largest, own[p * part_stride + a.size]);
+    std::fill(sums, sums + a.size, 0.0f);
+    float total = 0;
+    for (int64_t p = 0; p < count; p++) {
+      const float* part = own + p * part_stride;
+      const float weight = exp_of_one(part[a.size] - largest);
+      total += weight * part[a.size + 1];
+      for (int64_t d = 0; d < a.size; d += 8) store<8>(sums + d, load<8>(sums + d) + weight * load<8>(part + d));
+    }
+    put_row(sums, total, a.size, output(a, sequence, head) + r * a.size);
+  }
+}
+
+template void attend_one<float>(const Attention<float>&, int64_t, int64_t, int64_t, float*);
+template void attend_one<Bf16>(const Attention<Bf16>&, int64_t, int64_t, int64_t, float*);
+template void join_parts<float>(const Attention<float>&, int64_t, int64_t, const float*, int64_t);
+template void join_parts<Bf16>(const Attention<Bf16>&, int64_t, int64_t, const float*, int64_t);
+
+}  // namespace kvferry

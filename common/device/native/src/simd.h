@@ -1,0 +1,140 @@
+// Short vectors of float32 and bfloat16 for whatever instructions the compiler was told of. Knows no memory layout.
+//
+// Sums are never reordered by the compiler (no -ffast-math): how a row is added up is part of what the kernels promise.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace kvferry {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#else
+constexpr int kLanes = 8;
+#endif
+
+#if defined(__AVX512BF16__)
+constexpr bool kDotBf16 = true;  // the CPU multiplies pairs of bfloat16 and adds them up in float32
+#else
+constexpr bool kDotBf16 = false;
+#endif
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+template <int L>
+struct Simd {
+  typedef float F __attribute__((vector_size(L * 4)));
+  typedef int32_t I __attribute__((vector_size(L * 4)));
+  typedef uint32_t U __attribute__((vector_size(L * 4)));
+  typedef uint16_t H __attribute__((vector_size(L * 2)));
+};
+template <int L>
+using F = typename Simd<L>::F;
+template <int L>
+using U = typename Simd<L>::U;
+
+template <class V>
+static inline V load_raw(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <int L>
+static inline F<L> splat(float x) {
+  return x - F<L>{};
+}
+
+template <int L>
+static inline F<L> load(const float* p) {
+  return load_raw<F<L>>(p);
+}
+
+template <int L>
+static inline F<L> load(const Bf16* p) {
+  const auto half = load_raw<typename Simd<L>::H>(p);
+  return (F<L>)(__builtin_convertvector(half, U<L>) << 16);
+}
+
+template <int L>
+static inline void store(float* p, F<L> v) {
+  std::memcpy(p, &v, sizeof v);
+}
+
+// Rounds to the nearest, ties to even; a not-a-number stays one.
+template <int L>
+static inline void store(Bf16* p, F<L> v) {
+  const U<L> u = (U<L>)v;
+  const U<L> rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U<L> kept = v == v ? rounded : (u >> 16) | 0x40u;
+  const auto half = __builtin_convertvector(kept, typename Simd<L>::H);
+  std::memcpy(p, &half, sizeof half);
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(Bf16 x) {
+  const uint32_t u = uint32_t(x.bits) << 16;
+  float f;
+  std::memcpy(&f, &u, sizeof f);
+  return f;
+}
+static inline void put(float* p, float x) { *p = x; }
+static inline void put(Bf16* p, float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, sizeof u);
+  p->bits = x == x ? uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : uint16_t((u >> 16) | 0x40u);
+}
+
+// Lanes in a fixed order.
+template <int L>
+static inline float sum_lanes(F<L> v) {
+  float s = 0;
+  for (int i = 0; i < L; i++) s += v[i];
+  return s;
+}
+
+template <int L>
+static inline F<L> larger(F<L> a, F<L> b) {
+  return a < b ? b : a;
+}
+
+template <int L>
+static inline float max_lanes(F<L> v) {
+  float m = v[0];
+  for (int i = 1; i < L; i++) m = m < v[i] ? v[i] : m;
+  return m;
+}
+
+// exp to about one unit in the last place; 0 below the smallest normal result, infinity above the largest, not-a-number
+// stays one. Cody-Waite reduction by ln 2 and a polynomial of degree 6 (the minimax coefficients of Cephes' expf).
+template <int L>
+static inline F<L> exp_of(F<L> x) {
+  const F<L> low = splat<L>(-87.33654f), high = splat<L>(88.72283f);
+  F<L> c = x < low ? low : x;  // in this order a not-a-number passes through
+  c = c > high ? high : c;
+  const F<L> shifter = splat<L>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const F<L> shifted = c * 1.44269504088896341f + shifter;
+  const F<L> n = shifted - shifter;
+  const F<L> r = (c - n * 0.693359375f) - n * -2.12194440e-4f;
+  F<L> p = splat<L>(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^n in two halves, so that the largest n does not overflow on its own.
+  const typename Simd<L>::I whole = (typename Simd<L>::I)shifted - (typename Simd<L>::I)shifter;
+  const typename Simd<L>::I half = whole >> 1;
+  const F<L> first = (F<L>)((half + 127) << 23), second = (F<L>)((whole - half + 127) << 23);
+  F<L> y = p * first * second;
+  y = x < low ? splat<L>(0.0f) : y;
+  return x > high ? splat<L>(INFINITY) : y;
+}
+
+static inline float exp_of_one(float x) { return exp_of<8>(splat<8>(x))[0]; }
+
+}  // namespace kvferry

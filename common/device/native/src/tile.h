@@ -1,0 +1,175 @@
+// The inner kernel of every matmul: a few rows times a few panels of 16 columns, each sum in order of k.
+//
+// A panel of float32 is [k][16]; one of bfloat16 is [k / 2][16] of pairs (k, k + 1), the lower k in the lower half, an
+// odd last one beside zero. Every result is one chain of multiply-adds over k from zero on, however many rows and
+// panels are computed at once: a row's results do not depend on its neighbours.
+#pragma once
+#include "simd.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace kvferry {
+
+constexpr int kPanel = 16;
+constexpr int kParts = kPanel / kLanes;  // vectors in a row of a panel
+// Rows of a tile at most: what leaves registers for the right side (bfloat16 needs one more, for a mask).
+constexpr int kMostRows = 6;
+template <class T>
+constexpr int tile_rows() {
+  return kLanes == 16 || sizeof(T) == 4 ? 6 : 5;
+}
+// Panels whose sums fit the registers beside each other, for a number of rows.
+template <class T>
+constexpr int panels_at_once(int rows) {
+  return kLanes == 16 ? 4 : rows == 1 ? 4 : rows == 2 || (rows == 3 && sizeof(T) == 4) ? 2 : 1;
+}
+
+// What the rows of the left side are, and what the units of k of both sides are.
+template <class T>
+struct Sides;
+template <>
+struct Sides<float> {
+  typedef float Left;
+  typedef float Right;
+  static constexpr int kStep = 1;  // values of k in one unit of the right side
+};
+template <>
+struct Sides<Bf16> {
+#if defined(__AVX512BF16__)
+  typedef Bf16 Left;
+#else
+  typedef float Left;  // converted once, where the rows are laid out
+#endif
+  typedef uint32_t Right;
+  static constexpr int kStep = 2;
+};
+
+template <class T>
+static inline int64_t units(int64_t k) {
+  return (k + Sides<T>::kStep - 1) / Sides<T>::kStep;
+}
+
+typedef F<kLanes> Acc;
+
+// left [ROWS] with a stride in values, right [PANELS] with a stride in units, `count` units of k -> out [ROWS][PANELS * 16]
+template <int ROWS, int PANELS>
+static inline void tile(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t count,
+                        float* out) {
+  Acc acc[ROWS][PANELS][kParts] = {};
+  for (int64_t k = 0; k < count; k++) {
+    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    Acc w[PANELS][kParts];
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) w[p][i] = load<kLanes>(right + p * right_stride + k * kPanel + i * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Acc x = splat<kLanes>(left[r * left_stride + k]);
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
+}
+
+#if defined(__AVX512BF16__)
+
+template <int ROWS, int PANELS>
+static inline void tile(const Bf16* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
+                        int64_t count, float* out) {
+  __m512 acc[ROWS][PANELS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++) acc[r][p] = _mm512_setzero_ps();
+  for (int64_t k = 0; k < count; k++) {
+    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    __m512i w[PANELS];
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++) w[p] = _mm512_loadu_si512(right + p * right_stride + k * kPanel);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      int32_t pair;
+      std::memcpy(&pair, left + r * left_stride + 2 * k, sizeof pair);
+      const __m512i x = _mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++) acc[r][p] = _mm512_dpbf16_ps(acc[r][p], (__m512bh)x, (__m512bh)w[p]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++) _mm512_storeu_ps(out + (r * PANELS + p) * kPanel, acc[r][p]);
+}
+
+#else
+
+// One load gives two rows of a panel: the upper halves are masked, the lower ones shifted up.
+template <int ROWS, int PANELS>
+static inline void tile(const float* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
+                        int64_t count, float* out) {
+  Acc acc[ROWS][PANELS][kParts] = {};
+  for (int64_t k = 0; k < count; k++) {
+    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; odd++) {
+      Acc w[PANELS][kParts];
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; i++) {
+          const auto pair = load_raw<U<kLanes>>(right + p * right_stride + k * kPanel + i * kLanes);
+          w[p][i] = (Acc)(odd ? pair & 0xffff0000u : pair << 16);
+        }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        const Acc x = splat<kLanes>(left[r * left_stride + 2 * k + odd]);
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+          for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
+}
+
+#endif
+
+constexpr int kTileValues = kMostRows * 4 * kPanel;
+
+// `rows` (1 to 6) times `panels` (1, or panels_at_once<T>(rows)).
+template <class T>
+static inline void tile_of(int rows, int panels, const typename Sides<T>::Left* left, int64_t left_stride,
+                           const typename Sides<T>::Right* right, int64_t right_stride, int64_t count, float* out) {
+#define KVFERRY_TILE(N)                                                                             \
+  case N:                                                                                           \
+    return panels == 1 ? tile<N, 1>(left, left_stride, right, right_stride, count, out)              \
+                       : tile<N, panels_at_once<T>(N)>(left, left_stride, right, right_stride, count, out);
+  switch (rows) {
+    KVFERRY_TILE(1)
+    KVFERRY_TILE(2)
+    KVFERRY_TILE(3)
+    KVFERRY_TILE(4)
+    KVFERRY_TILE(5)
+    KVFERRY_TILE(6)
+  }
+#undef KVFERRY_TILE
+}
+
+}  // namespace kvferry
