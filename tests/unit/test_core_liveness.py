@@ -129,6 +129,13 @@ def test_a_node_that_nobody_announces_is_forgotten_when_it_is_long_dead(table):
     assert set(table.links) == {HERE}
 
 
+def test_a_node_that_lives_is_not_forgotten_however_long_the_proxies_are_silent(table):
+    """Rule 11: losing a proxy freezes what is known, it empties nothing."""
+    table.links[HERE].static = False
+    assert CloseLink(HERE) not in pass_time(table, 0.0, 2 * FORGET_AFTER_S, steps_done=1, work=False)
+    assert table.links[HERE].usable
+
+
 def test_an_announced_node_is_not_forgotten(table):
     table.add(THERE, 0.0)
     for minute in range(1, 4):

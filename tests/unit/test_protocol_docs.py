@@ -1,8 +1,11 @@
 """The pages on states and messages are up to date, and every table and every state is on them."""
 
+import ast
 import importlib
 import pkgutil
+import re
 from enum import Enum
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,13 @@ import decode_node.core
 import ops.docs_protocol
 import prefill_node.core
 import router.core
+from common.config.protocol import Limits, Timers
 from common.protocol.messages import MESSAGE_TYPES
 from common.scheduling.sequence import TRANSITIONS, Status
 from common.state.table import Table
 from ops.docs_protocol import PROTOCOL, STATES, main, message_table, with_messages
 from ops.docs_states import all_machines, state_meanings, states_page, texts_below
+from tests.simulation.mutations import MUTATIONS
 
 MACHINES = all_machines()
 
@@ -105,3 +110,55 @@ def test_stale_pages_are_told_and_written_anew(tmp_path: Path, monkeypatch: pyte
 def test_a_page_without_the_marks_is_not_guessed_at():
     with pytest.raises(ValueError, match="marks"):
         with_messages("# Protocol\n")
+
+
+# -- names on the page of rules
+
+PAGE = PROTOCOL.read_text(encoding="utf-8")
+ROOT = PROTOCOL.parents[2]
+
+
+def sections() -> dict[int, str]:
+    parts = re.split(r"^### (\d+)\. ", PAGE, flags=re.MULTILINE)
+    return {int(number): text for number, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def test_every_rule_says_where_it_is_and_what_fails_without_it():
+    assert list(sections()) == list(range(1, 39))
+    for number, text in sections().items():
+        assert "**Where:**" in text, number
+        assert "::test_" in text.partition("**Fails without it:**")[2], number
+
+
+@cache
+def names_in(path: str) -> frozenset[str]:
+    """Classes, functions and methods of a file."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names = set()
+    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, kinds):
+            names |= {node.name} | {f"{node.name}.{below.name}" for below in node.body if isinstance(below, kinds)}
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("number", sections())
+def test_what_a_rule_names_is_there(number: int):
+    named = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", sections()[number])
+    assert len(named) >= 2
+    for path, name in named:
+        assert (ROOT / path).is_file()
+        assert not name or name in names_in(path), f"{path} has no {name}"
+
+
+def test_the_defects_named_are_those_of_the_simulation():
+    text = " ".join(PAGE.split())
+    named = {name for names in re.findall(r"defects? (\"[^`.;]*)", text) for name in re.findall(r'"([^"]+)"', names)}
+    assert {mutation.name for mutation in MUTATIONS} - named == set(), "each belongs to a rule"
+    assert named - {mutation.name for mutation in MUTATIONS} == set()
+
+
+def test_timers_and_limits_named_are_those_of_the_configuration():
+    known = set(Timers.__struct_fields__) | set(Limits.__struct_fields__)
+    named = set(re.findall(r"`([a-z_]+(?:_s|_share|_limit|_attempts|_preempt|_requests|_tokens))`", PAGE))
+    assert len(named) > 20
+    assert named - {"first_token"} <= known
