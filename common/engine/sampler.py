@@ -1,7 +1,7 @@
 """Chooses the next token of every sampled sequence of a step, and keeps what that needs from step to step.
 
 State per sequence: its sampling parameters and, only when its repetition penalty is not 1, which ids it has seen. The
-random part has none: noise is a function of (seed, absolute position).
+random part has none: noise is a function of (seed, absolute position, token id).
 """
 
 from array import array
@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine import philox, sampling_math
+from common.engine import sampling_math
+from common.engine.sampling_math import DrawParams
 from common.errors import InvariantError
 from common.sampling_params import SamplingParams
 
@@ -102,12 +103,14 @@ class Sampler:
 
     def _draw(self, chosen: list[SamplingParams], positions: list[int], logits: Tensor) -> Tensor:
         vocab = self._vocab_size
-        seeds = np.array([params.seed for params in chosen], dtype=np.uint64)
-        noise = torch.from_numpy(philox.uniform(seeds, np.array(positions, dtype=np.uint64)))
-        top_k = torch.tensor([min(params.top_k or vocab, vocab) for params in chosen])
-        temperature = torch.tensor([params.temperature for params in chosen], dtype=torch.float64)
-        top_p = torch.tensor([params.top_p for params in chosen], dtype=torch.float64)
-        return sampling_math.draw(logits, temperature, top_k, top_p, noise)
+        params = DrawParams(
+            temperature=torch.tensor([params.temperature for params in chosen], dtype=torch.float64),
+            top_k=torch.tensor([min(params.top_k or vocab, vocab) for params in chosen]),
+            top_p=torch.tensor([params.top_p for params in chosen], dtype=torch.float64),
+            seeds=np.array([params.seed for params in chosen], dtype=np.uint64),
+            positions=np.array(positions, dtype=np.uint64),
+        )
+        return sampling_math.draw(logits, params)
 
     def _record(
         self, seq_ids: Sequence[int], states: list[_SequenceState], tokens: list[int], finite: list[bool]

@@ -136,7 +136,7 @@ def test_tokens_that_stay() -> None:
     """Golden draws: the same seed, position and logits give these on every node and version."""
     logits = torch.arange(VOCAB, dtype=torch.float32).flip(0) * 0.1
     tokens = [draw_one(logits, params(seed=seed, top_k=50, top_p=0.95), 10 * seed) for seed in range(1, 9)]
-    assert tokens == [3, 6, 0, 22, 3, 0, 8, 2]
+    assert tokens == [21, 10, 8, 0, 26, 2, 7, 18]
 
 
 def test_seed_and_position_fix_the_draw() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.engine.philox import philox_4x32, uniform
+from common.engine.philox import philox_4x32, uniform, uniform_of_all
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 """Known answers: kat_vectors of the Random123 library, philox4x32 with 10 rounds."""
@@ -30,12 +30,15 @@ def test_uniform_numbers_that_stay() -> None:
     """Golden: a change here would make every node disagree with older ones about the same seed."""
     seeds = np.array([0, 1, 2**64 - 1], dtype=np.uint64)
     positions = np.array([0, 7, 2**33 + 5], dtype=np.uint64)
-    assert uniform(seeds, positions).tolist() == [0.3990464708489646, 0.48069244564219116, 0.611848191812343]
+    tokens = np.array([0, 1, 49151], dtype=np.uint64)
+    assert uniform(seeds, positions, tokens).tolist() == [0.3990464708489646, 0.5576606517471673, 0.8264948995328912]
 
 
 def test_uniform_numbers_are_even_and_strictly_inside() -> None:
     count = 20_000
-    numbers = uniform(np.full(count, 42, dtype=np.uint64), np.arange(count, dtype=np.uint64))
+    numbers = uniform(
+        np.uint64(42), np.arange(count // 100, dtype=np.uint64)[:, None], np.arange(100, dtype=np.uint64)
+    ).ravel()
     assert numbers.min() > 0.0
     assert numbers.max() < 1.0
     expected = count / 20
@@ -46,10 +49,17 @@ def test_uniform_numbers_are_even_and_strictly_inside() -> None:
     assert abs(neighbours) < 0.03
 
 
-def test_neighbouring_seeds_and_positions_differ() -> None:
+def test_neighbouring_seeds_positions_and_tokens_differ() -> None:
     seeds, positions = np.meshgrid(np.arange(50, dtype=np.uint64), np.arange(50, dtype=np.uint64))
-    numbers = uniform(seeds.ravel(), positions.ravel())
-    assert len(set(numbers.tolist())) == 2500
+    numbers = uniform(seeds.ravel()[:, None], positions.ravel()[:, None], np.arange(4, dtype=np.uint64))
+    assert len(set(numbers.ravel().tolist())) == 10_000
+
+
+def test_all_tokens_at_once_are_the_same_numbers() -> None:
+    for seed, position, count in ((5, 0, 1), (2**64 - 1, 2**40, 8), (77, 3, 1001)):
+        tokens = np.arange(count, dtype=np.uint64)
+        wanted = uniform(np.full(count, seed, dtype=np.uint64), np.full(count, position, dtype=np.uint64), tokens)
+        assert uniform_of_all(seed, position, count).tolist() == wanted.tolist()
 
 
 def _column(values: tuple[int, ...]) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
