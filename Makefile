@@ -1,6 +1,6 @@
 # What a user and the tests type. Needs Python 3.11 or later with venv and headers, gcc, g++ and make.
 #
-#   make setup    environment in .venv, dependencies, the small real model
+#   make setup    environment in .venv, dependencies, native ops for this CPU, the small real model
 #   make demo     a cluster, one streamed request, everything stopped again
 #   make serve    the same cluster until Ctrl-C; ARGS="--port 8000" and the like are passed on
 #   make check    lint, format, types, import rules
@@ -33,12 +33,16 @@ unexport PYTHONDONTWRITEBYTECODE
 CORE_TESTS := tests/simulation tests/unit/test_core_*.py tests/unit/test_scheduling_*.py tests/unit/test_kv_block_pool.py \
 	tests/unit/test_kv_hashing.py tests/property/test_scheduling_*.py tests/property/test_kv_block_pool_*.py
 
-.PHONY: setup model demo serve check test coverage test-npu clean
+.PHONY: setup model native demo serve check test coverage test-npu clean
 
-setup: $(DEV) model
+setup: $(DEV) native model
 
 model: $(RUN)
 	@$(BIN)/python -m ops.model_store >/dev/null
+
+# Without a compiler it says so, and torch's ops are used. One that is built already is found again.
+native: $(RUN)
+	@$(BIN)/python -m common.device.native.build >/dev/null
 
 $(RUN): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; name one with PYTHON=..." >&2; exit 1; }
@@ -54,10 +58,10 @@ $(DEV): $(RUN)
 	$(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
 	@touch $@
 
-demo: model
+demo: native model
 	@$(BIN)/python -m ops.cli.main demo
 
-serve: model
+serve: native model
 	@$(BIN)/python -m ops.cli.main serve $(ARGS)
 
 check: $(DEV)

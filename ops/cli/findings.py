@@ -31,7 +31,18 @@ class Finding:
 
 def examine() -> tuple[Finding, ...]:
     """Look at everything."""
-    found = [python(), *devices(), cpu_features(), compiler(), cores(), memory(), zeromq(), *ports(), model_cache()]
+    found = [
+        python(),
+        *devices(),
+        cpu_features(),
+        compiler(),
+        native_ops(),
+        cores(),
+        memory(),
+        zeromq(),
+        *ports(),
+        model_cache(),
+    ]
     return tuple(found)
 
 
@@ -65,7 +76,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
         return Finding("cpu features", True, f"{platform.machine()}; not listed by this system")
     present = [flag for flag in _CPU_FLAGS if flag in words]
     fast = any("bf16" in flag for flag in present)
-    advice = "" if fast else "; no bfloat16 instructions, so bfloat16 saves memory but not much time"
+    advice = "" if fast else "; no bfloat16 instructions: bfloat16 saves memory and speeds up decoding, not prompts"
     return Finding("cpu features", bool(present), (", ".join(present) or "none that matter") + advice)
 
 
@@ -75,7 +86,17 @@ def compiler() -> Finding:
         path = shutil.which(name) if name else None
         if path:
             return Finding("compiler", True, path)
-    return Finding("compiler", False, "no g++ or clang++: the torch ops are used, which are slower")
+    return Finding("compiler", False, "no g++ or clang++: native ops cannot be built, and torch's are slower")
+
+
+def native_ops() -> Finding:
+    """The kernels built for this CPU."""
+    try:
+        from common.device.native.select import probe_native
+    except ImportError as error:
+        return Finding("native ops", False, f"cannot be looked at: {error}")
+    probe = probe_native()
+    return Finding("native ops", probe.ops is not None, probe.detail + ("" if probe.ops else "; torch's are slower"))
 
 
 def cores() -> Finding:

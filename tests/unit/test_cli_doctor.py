@@ -52,3 +52,10 @@ def test_a_port_in_use_is_told(monkeypatch):
         taken.listen()
         assert not findings.is_free(taken.getsockname()[1])
     assert findings.is_free(0)
+
+
+def test_native_ops_that_are_not_built_are_told(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    finding = findings.native_ops()
+    assert not finding.ok
+    assert "common.device.native.build" in finding.detail

@@ -1,0 +1,87 @@
+"""Building and choosing the native ops: what is missing is said, and then torch's ops are used."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from common.device.cpu_ops import CpuOps
+from common.device.native import build as building
+from common.device.native.ops import NativeOps
+from common.device.native.select import VARIABLE, cpu_ops, probe_native
+from common.errors import DeviceUnavailableError
+from tests.support.cpu_ops import ops_named
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+def a_library(cache: Path, content: bytes) -> Path:
+    path = building.library_path()
+    assert path.is_relative_to(cache)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_the_place_depends_on_sources_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = building.library_path()
+    assert here == building.library_path()
+    monkeypatch.setattr(building, "_cpu", lambda: "flags : another")
+    assert building.library_path() != here
+
+
+def test_not_built_means_torch(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvferry.device"):
+        assert type(cpu_ops()) is CpuOps
+    assert "not built" in caplog.text
+    assert "slower" in caplog.text
+    with pytest.raises(DeviceUnavailableError, match="not built"):
+        cpu_ops("native")
+
+
+def test_a_damaged_library_means_torch(empty_cache: Path) -> None:
+    a_library(empty_cache, b"no library at all")
+    probe = probe_native()
+    assert probe.ops is None
+    assert "cannot be loaded" in probe.detail
+    assert type(cpu_ops()) is CpuOps
+
+
+def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops_named("native")
+    monkeypatch.setenv(VARIABLE, "native")
+    assert isinstance(cpu_ops(), NativeOps)
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert type(cpu_ops()) is CpuOps
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(DeviceUnavailableError, match="fast"):
+        cpu_ops()
+
+
+def test_without_a_compiler_it_says_so(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(building.BuildError, match="compiler"):
+        building.build()
+    assert building.main() == 0
+    assert "slower" in capsys.readouterr().err
+
+
+def test_a_compiler_that_fails_leaves_nothing_behind(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(building.BuildError, match="failed"):
+        building.build()
+    assert [path for path in empty_cache.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_built_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops_named("native")
+    monkeypatch.setenv("CXX", "false")
+    assert building.build() == building.library_path()
