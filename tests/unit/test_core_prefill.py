@@ -192,8 +192,10 @@ def test_a_candidate_that_refuses_costs_no_recompute(bench):
     bench.step(0.2)
     again = said(bench.hear(DECODES[0], Refused(key=reserve.key, reason="full"), 0.3), Reserve)[0]
     assert (again.key.decode, again.key.generation) == (DECODES[1], 2)
+    (commit,) = said(bench.grant(again, 0.4), Commit)
+    assert commit.num_tokens == 6
+    assert len([action for action in bench.pieces if action.piece.key == again.key]) == commit.num_pieces > 0
     assert bench.steps == []
-    assert said(bench.grant(again, 0.4), Commit)[0].num_tokens == 6
 
 
 def test_a_candidate_that_has_no_room_yet_is_waited_for_a_while(bench):
