@@ -1,59 +1,75 @@
 """Reads a model's configuration from GGUF metadata. Knows settings, not tensors."""
 
+from dataclasses import dataclass
+
 from common.errors import ModelLoadError
 from common.models.config import ModelConfig, RopeConfig
 from common.models.settings import Settings
 from common.tokenizer.gguf_header import GgufHeader
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    architecture: str
+    attention_bias: bool = False
+    qk_norm: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM"),
+    "qwen2": _Family("Qwen2ForCausalLM", attention_bias=True),
+    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
+}
 _DEFAULT_TOP_K = 1000
 
 
 def read_gguf_config(header: GgufHeader) -> ModelConfig:
     """The configuration of a GGUF file. Raises ModelLoadError, naming what is missing or not supported."""
     settings = Settings(header.metadata, "GGUF metadata")
-    family = settings.text("general.architecture")
-    if family not in _ARCHITECTURES:
-        raise ModelLoadError(
-            f"GGUF architecture {family!r} is not supported; known are {', '.join(sorted(_ARCHITECTURES))}"
-        )
+    name = settings.text("general.architecture")
+    if name not in _FAMILIES:
+        raise ModelLoadError(f"GGUF architecture {name!r} is not supported; known are {', '.join(sorted(_FAMILIES))}")
     names = {tensor.name for tensor in header.tensors}
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     if "token_embd.weight" not in shapes:
         raise ModelLoadError("the GGUF file has no tensor token_embd.weight")
-    config = _llama(settings, shapes["token_embd.weight"][-1], tied="output.weight" not in names)
+    config = _decoder(settings, name, shapes["token_embd.weight"][-1], tied="output.weight" not in names)
     settings.refuse_rest((), ("general.", "tokenizer.", "GGUF.", "quantize.", "split."))
     return config
 
 
-def _llama(settings: Settings, vocab_size: int, *, tied: bool) -> ModelConfig:
-    heads = settings.integer("llama.attention.head_count")
-    hidden = settings.integer("llama.embedding_length")
-    head_dim = settings.integer("llama.attention.key_length", hidden // heads)
-    kv_heads = settings.integer("llama.attention.head_count_kv", heads)
-    settings.require("llama.attention.value_length", (head_dim,))
-    settings.require("llama.rope.dimension_count", (head_dim,))
-    settings.require("llama.vocab_size", (vocab_size,))
-    settings.require("llama.expert_count", (0,))
-    settings.require("llama.expert_used_count", (0,))
+def _decoder(settings: Settings, name: str, vocab_size: int, *, tied: bool) -> ModelConfig:
+    """Keys begin with the architecture's name."""
+    family = _FAMILIES[name]
+    heads = settings.integer(f"{name}.attention.head_count")
+    hidden = settings.integer(f"{name}.embedding_length")
+    head_dim = settings.integer(f"{name}.attention.key_length", hidden // heads)
+    kv_heads = settings.integer(f"{name}.attention.head_count_kv", heads)
+    settings.require(f"{name}.attention.value_length", (head_dim,))
+    settings.require(f"{name}.rope.dimension_count", (head_dim,))
+    settings.require(f"{name}.vocab_size", (vocab_size,))
+    settings.require(f"{name}.expert_count", (0,))
+    settings.require(f"{name}.expert_used_count", (0,))
     settings.require("split.count", (0, 1))
     if heads % kv_heads or head_dim % 2:
         raise ModelLoadError(f"GGUF metadata: {heads} heads over {kv_heads} of size {head_dim} do not divide evenly")
     eos = settings.optional_integer("tokenizer.ggml.eos_token_id")
     eot = settings.optional_integer("tokenizer.ggml.eot_token_id")
     return ModelConfig(
-        architecture=_ARCHITECTURES["llama"],
+        architecture=family.architecture,
         hidden_size=hidden,
-        num_layers=settings.integer("llama.block_count"),
+        num_layers=settings.integer(f"{name}.block_count"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=settings.integer("llama.feed_forward_length"),
+        intermediate_size=settings.integer(f"{name}.feed_forward_length"),
         vocab_size=vocab_size,
-        rms_norm_eps=settings.number("llama.attention.layer_norm_rms_epsilon"),
-        rope=_rope(settings),
-        max_position_embeddings=settings.integer("llama.context_length"),
+        rms_norm_eps=settings.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        rope=_rope(settings, name),
+        max_position_embeddings=settings.integer(f"{name}.context_length"),
         tie_word_embeddings=tied,
+        attention_bias=family.attention_bias,
+        qk_norm=family.qk_norm,
         checkpoint_dtype="bfloat16",
         eos_token_ids=tuple(dict.fromkeys(token for token in (eos, eot) if token is not None)),
         bos_token_id=settings.optional_integer("tokenizer.ggml.bos_token_id"),
@@ -61,12 +77,12 @@ def _llama(settings: Settings, vocab_size: int, *, tied: bool) -> ModelConfig:
     )
 
 
-def _rope(settings: Settings) -> RopeConfig:
-    theta = settings.number("llama.rope.freq_base", 10000.0)
-    kind = settings.text("llama.rope.scaling.type", "none")
+def _rope(settings: Settings, name: str) -> RopeConfig:
+    theta = settings.number(f"{name}.rope.freq_base", 10000.0)
+    kind = settings.text(f"{name}.rope.scaling.type", "none")
     if kind == "none":
-        settings.require("llama.rope.scaling.factor", (1.0,))
+        settings.require(f"{name}.rope.scaling.factor", (1.0,))
         return RopeConfig(theta)
     if kind == "linear":
-        return RopeConfig(theta, "linear", settings.number("llama.rope.scaling.factor"))
-    raise settings.unsupported("llama.rope.scaling.type", kind)
+        return RopeConfig(theta, "linear", settings.number(f"{name}.rope.scaling.factor"))
+    raise settings.unsupported(f"{name}.rope.scaling.type", kind)

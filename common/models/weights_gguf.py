@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantised and renamed to HuggingFace's names, with q and k rows put back in order."""
+"""Weights of a GGUF file, dequantised and renamed to HuggingFace's names, rows of q and k in HuggingFace's order."""
 
 import mmap
 from collections.abc import Mapping
@@ -33,7 +33,11 @@ _PER_LAYER = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
 }
+_ROWS_SHUFFLED = ("LlamaForCausalLM",)
+"""Architectures whose q and k rows llama.cpp's converter puts in another order than HuggingFace's."""
 
 
 class GgufWeights:
@@ -42,7 +46,8 @@ class GgufWeights:
     def __init__(self, path: Path, header: GgufHeader, config: ModelConfig) -> None:
         self._path = path
         self._tensors = {_hf_name(tensor.name): tensor for tensor in header.tensors}
-        self._heads: Mapping[str, int] = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        shuffled = config.architecture in _ROWS_SHUFFLED
+        self._heads: Mapping[str, int] = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if shuffled else {}
         self._data: mmap.mmap | None = None
 
     def __enter__(self) -> Self:
@@ -62,7 +67,7 @@ class GgufWeights:
         return frozenset(self._tensors)
 
     def get(self, name: str) -> Tensor:
-        """The tensor as float32, rows of q and k in HuggingFace's order."""
+        """The tensor as float32, its rows in HuggingFace's order."""
         values = self._read(self._tensors[name])
         projection = name.rsplit(".", 2)[-2] if name.count(".") >= 2 else ""
         if projection in self._heads:

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
 WORDS = ["hello", "world", "Ġhello", "Ġworld", "12"]
 MARKS = ["<|im_start|>", "<|im_end|>"]
@@ -21,6 +21,8 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 
 
@@ -43,10 +45,10 @@ def vocabulary() -> tuple[list[str], list[str]]:
 
 
 def write_gguf(
-    path: Path, model: LlamaForCausalLM | None = None, factors: torch.Tensor | None = None, **metadata: Any
+    path: Path, model: PreTrainedModel | None = None, factors: torch.Tensor | None = None, **metadata: Any
 ) -> None:
     """A file with this tokenizer and, if given, this model; `metadata` replaces or adds keys, None removes."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, model.config.model_type if model else "llama")
     values = {**_tokenizer_metadata(), **(_model_metadata(model) if model else {}), **metadata}
     for key, value in values.items():
         _add(writer, key, value)
@@ -87,37 +89,40 @@ def _tokenizer_metadata() -> dict[str, Any]:
     }
 
 
-def _model_metadata(model: LlamaForCausalLM) -> dict[str, Any]:
-    c = model.config
+def _model_metadata(model: PreTrainedModel) -> dict[str, Any]:
+    c: Any = model.config
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     rope: Any = c.rope_parameters
-    return {
+    values = {
         "llama.block_count": c.num_hidden_layers,
         "llama.context_length": c.max_position_embeddings,
         "llama.embedding_length": c.hidden_size,
         "llama.feed_forward_length": c.intermediate_size,
         "llama.attention.head_count": c.num_attention_heads,
         "llama.attention.head_count_kv": c.num_key_value_heads,
-        "llama.attention.key_length": c.head_dim,
-        "llama.attention.value_length": c.head_dim,
-        "llama.rope.dimension_count": c.head_dim,
+        "llama.attention.key_length": head_dim,
+        "llama.attention.value_length": head_dim,
+        "llama.rope.dimension_count": head_dim,
         "llama.rope.freq_base": float(rope["rope_theta"]),
         "llama.attention.layer_norm_rms_epsilon": float(c.rms_norm_eps),
         "llama.vocab_size": c.vocab_size,
     }
+    return {name.replace("llama", c.model_type): value for name, value in values.items()}
 
 
-def _tensors(model: LlamaForCausalLM, factors: torch.Tensor | None) -> dict[str, np.ndarray]:
-    c, out = model.config, {}
+def _tensors(model: PreTrainedModel, factors: torch.Tensor | None) -> dict[str, np.ndarray]:
+    c: Any = model.config
+    out = {}
     for name, parameter in model.state_dict().items():
         values = parameter.float().numpy()
         parts = name.split(".")
         if parts[1] == "layers":
             kind = _NAMES[".".join(parts[3:-1])]
             heads = {"attn_q": c.num_attention_heads, "attn_k": c.num_key_value_heads}.get(kind)
-            if heads:
+            if heads and c.model_type == "llama":
                 # The row order of llama.cpp's converter: the halves of a head interleaved.
                 values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-            out[f"blk.{parts[2]}.{kind}.weight"] = np.ascontiguousarray(values)
+            out[f"blk.{parts[2]}.{kind}.{parts[-1]}"] = np.ascontiguousarray(values)
         elif name == "lm_head.weight":
             if not c.tie_word_embeddings:
                 out["output.weight"] = values

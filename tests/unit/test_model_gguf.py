@@ -15,6 +15,7 @@ from common.models.load import load_model
 from common.models.weights_gguf import GgufWeights
 from common.tokenizer.gguf_header import read_gguf_header
 from tests.support.engine_driver import EngineDriver
+from tests.support.tiny_families import make_family_checkpoint
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_llama import make_checkpoint, random_prompt, reference_tokens
 
@@ -55,6 +56,26 @@ def test_tokens_equal_those_of_the_model_it_was_written_from(tied: bool, rope: s
     write_gguf(path, reference, factors, **metadata)
     prompts = [random_prompt(n, n) for n in (1, 7, 60)]
     assert outputs(path, prompts) == [reference_tokens(reference, prompt, 10) for prompt in prompts]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families(family: str, tied: bool, tmp_path: Path) -> None:
+    """Qwen2 with its biases, Qwen3 with its norms of heads; neither has its rows shuffled."""
+    parameters = {"rope_type": "default", "rope_theta": 500.0}
+    reference = make_family_checkpoint(tmp_path / "hf", family, tie_word_embeddings=tied, rope_parameters=parameters)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, reference)
+    prompts = [random_prompt(n, n) for n in (1, 7, 60)]
+    assert outputs(path, prompts) == [reference_tokens(reference, prompt, 10) for prompt in prompts]
+
+
+def test_a_family_that_is_served_from_directories_only_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_family_checkpoint(tmp_path / "hf", "qwen3", num_hidden_layers=1))
+    path.write_bytes(path.read_bytes().replace(b"qwen3", b"gemma"))
+    with pytest.raises(ModelLoadError, match="'gemma' is not supported; known are llama, qwen2, qwen3"):
+        load_model(path, device=CpuDevice(1), progress=False)
 
 
 def test_info_comes_from_the_metadata(tmp_path: Path) -> None:
