@@ -134,7 +134,7 @@ def judge_notice(world: World, gone: Process) -> str | None:
             if waits_at == gone.incarnation:
                 return f"{worker.host} still has {request.request_id[:8]} at {gone.host}, which is gone"
     for node in world.nodes.values():
-        for leg in node.core.legs if node.alive else ():
+        for leg in node.core.legs if node.alive and not node.frozen else ():
             for _, sender in leg.jobs.aimed_at(gone.incarnation) if isinstance(leg, PrefillLeg) else ():
                 if sender.state in OPEN:
                     return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"

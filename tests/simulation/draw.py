@@ -160,14 +160,20 @@ class _Drawer:
             else:
                 yield WARM_UP_S + self.profile.span_s * self.rng.random()
 
+    def _linked(self, hosts: list[str]) -> tuple[str, str]:
+        """Two hosts that talk to one another, in either order."""
+        kinds = self.rng.sample("WPD", 2)
+        first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in kinds)
+        return first, second
+
     def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Deed]:
         rng, profile = self.rng, self.profile
         for at in self._times(profile.blips):
-            host_a, host_b = rng.sample(hosts, 2)
+            host_a, host_b = self._linked(hosts)
             yield Blip(at, host_a, host_b, kv=rng.random() < 0.3)
         for at in self._times(profile.partitions):
             duration = rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random())
-            host_a, host_b = rng.sample(hosts, 2)
+            host_a, host_b = self._linked(hosts)
             yield Cut(at, host_a, host_b, duration, kv=False)
             if rng.random() < 0.5:
                 yield Cut(at, host_b, host_a, duration, kv=rng.random() < 0.5)

@@ -215,7 +215,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a lost worker frees nothing on prefill", "15", PrefillLeg, "on_client_lost", _nothing, "crashes"),
     Mutation("deadline starts again with each plan", "33", RequestTable, "_try_plan", _restart_deadline),
     Mutation("age starts again with each plan", "17", Planner, "job", _no_age),
-    Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation),
+    Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation, "delays"),
     Mutation("the transport's stop is not heard", "21", HandoverSender, "on_stopped", _none),
     Mutation("reservations are granted to the unwanted", "13", Reservations, "_refusal", _none),
     Mutation("HandedOver is not said again", "14", reports, "state", _nothing, "blips"),
