@@ -46,7 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped."""
-    config = read_config(args, _overrides(args))
+    config = read_config(args, overrides(args))
     if printed(args, config):
         return DONE
     setup_logging(config.log, "serve")
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _overrides(args: argparse.Namespace) -> Iterator[Override]:
+def overrides(args: argparse.Namespace) -> Iterator[Override]:
+    """What the flags say."""
     if args.model is not None:
         yield Override("model", "path", str(Path(args.model).expanduser().absolute()))
     for flag, (section, key) in _FLAGS.items():

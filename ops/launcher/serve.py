@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -26,13 +26,16 @@ _LOG = logging.getLogger("kvferry.launcher")
 _CONFIG_FILE = "cluster.toml"
 
 
-def serve(config: ClusterConfig) -> None:
-    """A whole cluster on this machine until it is stopped; `config` names the model. KvferryError when it cannot be."""
+def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambda spec: spec) -> None:
+    """A whole cluster on this machine until it is stopped; `config` names the model. KvferryError when it cannot be.
+
+    `place` may say otherwise where or how a child runs.
+    """
     model = config.model
     with _prepared(config) as (listener, run_dir):
         config = serve_config(config, run_dir, model_path=model.path, name=model.name, port=listener.port)
         file = _write_config(config, run_dir)
-        children = cluster_children(config, file, run_dir, listener.socket.fileno())
+        children = [place(spec) for spec in cluster_children(config, file, run_dir, listener.socket.fileno())]
         ready_line = f"ready {listener.url} model={model.name}"
         _supervise(children, config, listener, "/v2/health/ready", ready_line)
 

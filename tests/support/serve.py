@@ -40,6 +40,8 @@ class ServeOptions:
     workers: int = 2
     settings: Mapping[str, object] = field(default_factory=dict)
     """`--set` keys and values, over those of `arguments`."""
+    program: tuple[str, ...] = ("ops.cli.main",)
+    """The module that is run, and words before those of `arguments`."""
 
     def arguments(self) -> list[str]:
         """The command line behind `kvferry`."""
@@ -69,7 +71,7 @@ class Served:
         self._shm_before = _shm_entries()
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.base / "run"), "TMPDIR": str(self.base / "tmp")}
         self.process = subprocess.Popen(
-            (sys.executable, "-m", "ops.cli.main", *options.arguments()),
+            (sys.executable, "-m", *options.program, *options.arguments()),
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             env=environment,

@@ -1,0 +1,100 @@
+"""The cluster that is tried: a small random model or the real one, in processes whose links can be cut."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.fault_proxy import ProxyLinks
+from tests.chaos.launch import write_places
+from tests.chaos.links import Links, parts_of
+from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
+from tests.support.node_watch import NodeWatch
+from tests.support.serve import Served, ServeOptions, serving, wait_until
+from tests.support.tiny_llama import make_checkpoint
+
+VOCAB_SIZE = 512
+IDLE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How big the cluster is."""
+
+    model: Path
+    prefill: int = 2
+    decode: int = 2
+    workers: int = 2
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return parts_of(self.prefill, self.decode)[1:]
+
+
+@dataclass(frozen=True)
+class Stand:
+    """A cluster that serves, its links, and a look at its nodes."""
+
+    shape: Shape
+    served: Served
+    links: Links
+    watch: NodeWatch
+
+    def wait_whole(self) -> None:
+        """Every process runs, it serves, and nothing is held anywhere."""
+        served = self.served
+        wait_until(lambda: {*served.children()} == {"proxy", "router", *self.shape.nodes}, "all children run", IDLE_S)
+        wait_until(lambda: len(served.workers()) == self.shape.workers, "all workers run", IDLE_S)
+        wait_until(served.is_ready, "it is ready", IDLE_S)
+        self.watch.wait_idle(*self.shape.nodes, deadline_s=IDLE_S)
+
+
+def choose_links(argv: list[str], *, namespaces: bool) -> bool:
+    """Whether links are namespaces; then this process becomes their hub by running `argv` again."""
+    chosen = namespaces and can_have_namespaces()
+    if chosen:
+        enter_hub(argv)
+    return chosen
+
+
+def tiny_model(directory: Path) -> Path:
+    """A small random model, float32."""
+    make_checkpoint(
+        directory, vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    return directory
+
+
+@contextlib.contextmanager
+def standing(shape: Shape, directory: Path, *, namespaces: bool) -> Iterator[Stand]:
+    """Start it; stopped and checked by `tests.support.serve` at the end."""
+    parts = parts_of(shape.prefill, shape.decode)
+    links: Links = NamespaceLinks(parts) if namespaces else ProxyLinks(parts)
+    try:
+        places = directory / "places.json"
+        write_places(places, links.places())
+        options = ServeOptions(
+            shape.model, shape.prefill, shape.decode, shape.workers, shape.settings, ("tests.chaos.launch", str(places))
+        )
+        with serving(options) as served, NodeWatch(served.members_endpoint()) as watch:
+            stand = Stand(shape, served, links, watch)
+            stand.wait_whole()
+            yield stand
+            if sys.exc_info()[0] is None:
+                stand.wait_whole()
+    finally:
+        links.close()
+
+
+async def on_every_worker(stand: Stand, what) -> None:
+    """Run it once with each worker taking all new connections: what is opened at first use is then no leak."""
+    for worker in stand.served.workers():
+        with stand.served.only_worker(worker):
+            # It was stopped for as long as the other one was busy, and is asking its nodes who they are.
+            await asyncio.to_thread(wait_until, stand.served.is_ready, "the worker is ready", IDLE_S)
+            await what()
+            await asyncio.to_thread(stand.served.metrics)
