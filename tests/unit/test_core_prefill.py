@@ -186,15 +186,21 @@ def test_transfers_under_way_of_one_node_are_bounded():
 # -- the hand-over
 
 
-def test_a_candidate_that_refuses_costs_no_recompute(bench):
-    """Rule 27."""
+def test_a_candidate_that_refuses_costs_no_recompute():
+    """Rules 20 and 27: the next one gets everything again, what the first one got as well."""
+    bench = PrefillBench(Limits(piece_target_bytes=1024))
+    bench.link_up()
     reserve = said(bench.job(), Reserve)[0]
-    bench.step(0.2)
+    bench.grant(reserve, 0.2)
+    bench.handle(LayersDone(bench.steps[0].step_id, 1), 0.2)
+    assert [action.piece.key for action in bench.pieces] == [reserve.key]
     again = said(bench.hear(DECODES[0], Refused(key=reserve.key, reason="full"), 0.3), Reserve)[0]
     assert (again.key.decode, again.key.generation) == (DECODES[1], 2)
+    bench.step(0.3)
     (commit,) = said(bench.grant(again, 0.4), Commit)
-    assert commit.num_tokens == 6
-    assert len([action for action in bench.pieces if action.piece.key == again.key]) == commit.num_pieces > 0
+    given = [action.piece for action in bench.pieces if action.piece.key == again.key]
+    assert [(piece.number, piece.layer_start) for piece in given] == [(0, 0), (1, 1)]
+    assert (commit.num_tokens, commit.num_pieces) == (6, 2)
     assert bench.steps == []
 
 

@@ -8,8 +8,10 @@ import pytest
 
 from common.errors import InvariantError
 from common.ids import Incarnation
+from common.kv_transfer import expectations as module
 from common.kv_transfer.expectations import Expectations, Verdict
 from common.protocol.messages import Piece
+from common.protocol.wire import Frame
 from tests.support.kv_memory import MemoryCache, key_between, piece_of
 from tests.support.transport import DEADLINE_S
 
@@ -126,6 +128,23 @@ def test_forget_waits_for_the_write_under_way_and_lets_no_later_one_through(cach
     assert verdicts == [Verdict.WRITTEN]
     assert write(expectations, piece)[0] is Verdict.UNKNOWN
     assert cache.writes == 1
+
+
+def test_a_write_that_has_found_its_key_before_forget_writes_nothing_after_it(
+    cache: MemoryCache, monkeypatch: pytest.MonkeyPatch
+):
+    """The moment between finding the key and taking its lock, which threads alone meet once in a long while."""
+    expectations = Expectations(cache)
+    expectations.expect(KEY, TABLE, 0)
+    check = module._fault
+
+    def forget_meanwhile(piece: Piece, data: Frame, first_token: int) -> str:
+        expectations.forget(KEY)
+        return check(piece, data, first_token)
+
+    monkeypatch.setattr(module, "_fault", forget_meanwhile)
+    assert write(expectations, piece_of(cache, KEY, layers=(0, 1), tokens=(0, 1)))[0] is Verdict.UNKNOWN
+    assert cache.writes == 0
 
 
 def test_no_write_follows_forget_whatever_the_threads_do(cache: MemoryCache):
