@@ -6,6 +6,8 @@
 #   make check    lint, format, types, import rules
 #   make test     check, then every test
 #   make coverage lines and branches of the pure cores that their own tests and the simulation reach; 95 % at least
+#   make chaos    real processes under load that are killed, stopped and cut; CHAOS_ARGS="--faults 20" for less
+#   make soak     100,000 short requests, goes on where it was stopped; then an abort storm. SOAK_ARGS, STORM_ARGS
 #   make test-npu the NPU code against the real torch_npu, in an environment of its own; needs no NPU
 #   make clean    remove what the others made here; the model stays in the user's cache
 #
@@ -17,6 +19,9 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
+CHAOS_ARGS ?=
+SOAK_ARGS ?=
+STORM_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CORE_TESTS := tests/simulation tests/unit/test_core_*.py tests/unit/test_scheduling_*.py tests/unit/test_kv_block_pool.py \
 	tests/unit/test_kv_hashing.py tests/property/test_scheduling_*.py tests/property/test_kv_block_pool_*.py
 
-.PHONY: setup model native demo serve check test coverage test-npu clean
+.PHONY: setup model native demo serve check test chaos soak coverage test-npu clean
 
 setup: $(DEV) native model
 
@@ -76,6 +81,14 @@ test: setup check
 coverage: $(DEV)
 	$(BIN)/python -m coverage run -m pytest -q $(CORE_TESTS)
 	$(BIN)/python -m coverage report
+
+# Their reports are in build/chaos; with matplotlib (pip install -e ".[plot]") a plot too.
+chaos: $(DEV)
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+soak: $(DEV)
+	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.chaos.storm $(STORM_ARGS)
 
 test-npu:
 	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) -m ops.npu.check

@@ -8,12 +8,16 @@ import asyncio
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.chaos.asks import Sizes, pool
 from tests.chaos.crowd import Target
+from tests.chaos.fault_proxy import ProxyLinks
+from tests.chaos.links import Links
+from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
 from tests.chaos.report import write_report
-from tests.chaos.stand import Shape, Stand, choose_links, standing, tiny_model
+from tests.chaos.stand import Shape, Stand, standing, tiny_model
 from tests.chaos.trial import Plan, Result, run_trial
 
 _SETTINGS = {
@@ -44,12 +48,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    namespaces = choose_links(["-m", "tests.chaos", *argv], namespaces=not args.no_namespaces)
+    make_links: Callable[[Sequence[str]], Links] = ProxyLinks
+    if not args.no_namespaces and can_have_namespaces():
+        enter_hub(["-m", "tests.chaos", *argv])
+        make_links = NamespaceLinks
     plan = Plan(args.seed, args.requests, args.faults, args.gap, args.clients, args.think, args.most_s)
     with tempfile.TemporaryDirectory(prefix="kvf-chaos-") as name:
         directory = Path(name)
         shape = Shape(tiny_model(directory / "m"), settings=_SETTINGS)
-        with standing(shape, directory, namespaces=namespaces) as stand:
+        with standing(shape, directory, make_links) as stand:
             try:
                 result = asyncio.run(run_trial(stand, plan, _target(stand, args)))
             finally:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import zip_longest
 from typing import Any
 
 from tests.chaos.asks import Ask, Generation
@@ -77,7 +78,7 @@ def _wrong(record: Record, generation: Generation, truth: Sequence[int]) -> str:
     if record.end is End.HUNG:
         return f"no end in {took:.0f} s, {len(ids)} tokens"
     if ids != list(truth[: len(ids)]):
-        where = next(n for n, (one, other) in enumerate(zip([*ids, -1], truth, strict=False)) if one != other)
+        where = next(n for n, (one, other) in enumerate(zip_longest(ids, truth)) if one != other)
         return f"token {where} of {len(truth)} differs"
     if record.end is End.COMPLETE and len(ids) != len(truth):
         return f"{len(ids)} of {len(truth)} tokens"

@@ -24,6 +24,7 @@ class ProxyLinks:
     def __init__(self, parts: Sequence[str]) -> None:
         self._ports = {name: (_free_port(), _free_port()) for name in parts if name != "router"}
         self._fronts = {name: (_free_port(), _free_port()) for name in self._ports}
+        self._servers: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
         self._open: dict[str, asyncio.Event] = {name: asyncio.Event() for name in self._ports}
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
@@ -58,9 +59,11 @@ class ProxyLinks:
         for name, fronts in self._fronts.items():
             self._open[name].set()
             for front, port in zip(fronts, self._ports[name], strict=True):
-                await asyncio.start_server(self._handler(name, port), "127.0.0.1", front)
+                self._servers.append(await asyncio.start_server(self._handler(name, port), "127.0.0.1", front))
 
     async def _stop(self) -> None:
+        for server in self._servers:
+            server.close()
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -4,8 +4,7 @@
 kernel allows it, else `tests.chaos.fault_proxy` (connections of a node stall or are refused).
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tests.chaos.launch import Place
@@ -36,6 +35,27 @@ class Links(Protocol):
         ...
 
 
+class PlainLinks:
+    """Links as they are; none can be cut."""
+
+    kind = "plain"
+
+    def __init__(self, parts: Sequence[str]) -> None:
+        self._parts = parts
+
+    def places(self) -> dict[str, Place]:
+        return {}
+
+    def cut(self, one: str, other: str, *, one_way: bool) -> None:
+        raise NotImplementedError(f"nothing cuts {one} from {other}")
+
+    def heal(self, one: str, other: str) -> None:
+        raise NotImplementedError(f"{one} is not cut from {other}")
+
+    def close(self) -> None:
+        pass
+
+
 def node_words(name: str, settings: Mapping[str, str]) -> tuple[str, ...]:
     """Settings of one node alone, as words behind its command."""
     role = name.partition("-")[0]
@@ -45,8 +65,3 @@ def node_words(name: str, settings: Mapping[str, str]) -> tuple[str, ...]:
 def parts_of(prefill: int, decode: int) -> tuple[str, ...]:
     """Everything that has links."""
     return ("router", *(f"prefill-{n}" for n in range(prefill)), *(f"decode-{n}" for n in range(decode)))
-
-
-def repository() -> Path:
-    """Where `python -m tests.chaos` finds its modules."""
-    return Path(__file__).parents[2]

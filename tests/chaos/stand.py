@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.launch import write_places
 from tests.chaos.links import Links, parts_of
-from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
 from tests.support.node_watch import NodeWatch
 from tests.support.serve import Served, ServeOptions, serving, wait_until
 from tests.support.tiny_llama import make_checkpoint
@@ -52,14 +50,6 @@ class Stand:
         self.watch.wait_idle(*self.shape.nodes, deadline_s=IDLE_S)
 
 
-def choose_links(argv: list[str], *, namespaces: bool) -> bool:
-    """Whether links are namespaces; then this process becomes their hub by running `argv` again."""
-    chosen = namespaces and can_have_namespaces()
-    if chosen:
-        enter_hub(argv)
-    return chosen
-
-
 def tiny_model(directory: Path) -> Path:
     """A small random model, float32."""
     make_checkpoint(
@@ -70,10 +60,10 @@ def tiny_model(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def standing(shape: Shape, directory: Path, *, namespaces: bool) -> Iterator[Stand]:
+def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]], Links]) -> Iterator[Stand]:
     """Start it; stopped and checked by `tests.support.serve` at the end."""
     parts = parts_of(shape.prefill, shape.decode)
-    links: Links = NamespaceLinks(parts) if namespaces else ProxyLinks(parts)
+    links = make_links(parts)
     try:
         places = directory / "places.json"
         write_places(places, links.places())
@@ -90,7 +80,7 @@ def standing(shape: Shape, directory: Path, *, namespaces: bool) -> Iterator[Sta
         links.close()
 
 
-async def on_every_worker(stand: Stand, what) -> None:
+async def on_every_worker(stand: Stand, what: Callable[[], Awaitable[object]]) -> None:
     """Run it once with each worker taking all new connections: what is opened at first use is then no leak."""
     for worker in stand.served.workers():
         with stand.served.only_worker(worker):
