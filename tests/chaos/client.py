@@ -15,6 +15,8 @@ HUNG_S = 120.0
 """Nothing here takes as long."""
 _OVER_DEADLINE_S = 8.0
 """A router worker may be stopped while a deadline passes; it answers when it goes on."""
+_CROSSED_S = 0.5
+"""A kept-alive connection that ends this soon was closed before the request came; later, the request was lost."""
 
 
 class End(Enum):
@@ -59,7 +61,8 @@ async def ask_once(connection: Connection, model: str, generations: Sequence[Gen
         record.end = End.LEFT if ask.leaves_after_s else End.HUNG
         connection.close()
     except BrokenOffError as error:
-        record.end = End.LOST if error.began or first else End.IDLE_CLOSED
+        idle = not error.began and not first and time.monotonic() - record.started < _CROSSED_S
+        record.end = End.IDLE_CLOSED if idle else End.LOST
         connection.close()
     except (ValueError, KeyError, AssertionError) as error:
         record.end, record.wrong = End.FAILED, f"not what was agreed on: {error!r}"
