@@ -29,15 +29,17 @@ from common.protocol.messages import (
 )
 from common.sampling_params import SamplingParams
 from common.scheduling.step import StepResult
-from common.state.actions import ExitProcess
+from common.state.actions import ExitProcess, SendPiece, StopPieces
 from common.state.events import (
     DrainRequested,
     EngineFailed,
     KvSendFailed,
     LayersDone,
+    LinkClosed,
     LinkConnected,
     PieceArrived,
     PieceSent,
+    ProbeAnswered,
     StepDone,
     Tick,
 )
@@ -46,6 +48,7 @@ from common.state.node_core import NodeCore
 from decode_node.core.leg import DecodeLeg
 from prefill_node.core.job import JobState
 from tests.support.prefill_bench import COMPATIBILITY, DECODES, LAYERS, ME, WORKER, PrefillBench, request, said
+from tests.unit.test_core_handover_send import TOKEN, make_sender, messages
 
 PEER = Incarnation("7" * 32)
 
@@ -375,3 +378,53 @@ def test_more_steps_than_were_given_are_seen(bench):
 
 def test_links_of_the_leg_take_any_event(bench):
     assert [type(action).__name__ for action in bench.handle(LinkConnected("d0"), 0.4)] == ["SendHello"]
+
+
+# -- after the hand-over, and beside it
+
+
+def test_the_owners_death_after_the_hand_over_ends_the_reading_and_nothing_is_asked_for_again(bench):
+    """Rule 4: the worker plans a new attempt; this one has had its target."""
+    key = granted(bench)
+    bench.step(0.3)
+    bench.committed(key, 0.4, complete=False)
+    bench.handle(LinkClosed("d0"), 0.5)
+    actions = bench.handle(ProbeAnswered("d0", "refused"), 0.5)
+    assert StopPieces(key) in actions
+    assert said(actions, Reserve) == []
+    assert said(actions, HandoverFailed) == []
+    bench.stopped(actions, 0.6)
+    assert bench.pool.num_held == 0
+
+
+def test_a_chunk_that_the_decode_node_has_is_passed_over():
+    """Rule 23: from the position asked for on, to the token."""
+    sender = make_sender()
+    sender.ask(0.0)
+    sender.progress(0, 4, 2, 0.1)
+    sender.progress(4, 6, 2, 0.1)
+    assert sender.key is not None
+    sender.on_granted(sender.key, 4, 0.2)
+    given = [action.piece for action in sender.give_slot(0.2) if isinstance(action, SendPiece)]
+    assert {(piece.token_start, piece.token_end) for piece in given} == {(4, 6)}
+    assert len(messages(sender.token_known(TOKEN, 0.3), Commit)) == 1
+
+
+def test_when_the_decode_node_has_everything_the_commit_goes_alone():
+    sender = make_sender()
+    sender.ask(0.0)
+    sender.progress(0, 6, 2, 0.1)
+    assert sender.key is not None
+    sender.on_granted(sender.key, 6, 0.2)
+    assert sender.give_slot(0.2) == []
+    (commit,) = messages(sender.token_known(TOKEN, 0.3), Commit)
+    assert (commit.num_pieces, commit.first_token_pos, commit.num_tokens) == (0, 6, 6)
+
+
+def test_an_eos_drawn_for_what_has_failed_meanwhile_is_told_to_nobody():
+    """The worker has planned anew, and its next attempt draws the same token."""
+    bench = PrefillBench(eos_token_ids=frozenset({50}))
+    bench.job(candidates=0)
+    assert said(bench.step(0.2), FirstToken) == []
+    assert only_job(bench).state is JobState.FAILED
+    assert bench.pool.num_held == 0
