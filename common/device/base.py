@@ -68,6 +68,55 @@ class AttentionMetadata:
         return len(self.seq_lens)
 
 
+@dataclass(frozen=True, slots=True)
+class GatedLayer:
+    """The parts of a layer of grouped-head attention and a gated MLP, each behind a norm."""
+
+    input_norm: Tensor
+    qkv: Linear
+    """[T, hidden] -> [T, (H + 2 * K) * D]."""
+    head_norms: tuple[Tensor, Tensor] | None
+    """Of queries and keys, [D] each; None: they are not normalised."""
+    window: int
+    """As in `Ops.attention`."""
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the layers of a model share."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    """Of all norms."""
+    scale: float
+    """Of attention's scores."""
+
+
+class FusedLayers(Protocol):
+    """All layers of a model in as few calls as the device allows."""
+
+    def __call__(
+        self,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        meta: AttentionMetadata,
+        caches: Sequence[tuple[Tensor, ...]],
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """residual [T, hidden], changed in place -> what is still to be added to it; cos and sin [T, D] float32.
+
+        `on_layer` is told after each layer how many have been done.
+        """
+        ...
+
+
 class Ops(Protocol):
     """The fused operations of a model step. Shapes: T tokens, H query heads, K kv heads, D head size."""
 
@@ -84,6 +133,10 @@ class Ops(Protocol):
 
         The result is the weighted sum of each token's chosen ones.
         """
+        ...
+
+    def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
+        """The layers as one; None where these ops have nothing better than one op after the other."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.device import cpu_attention, cpu_linear
-from common.device.base import AttentionMetadata, Experts, Linear, PerHead
+from common.device.base import AttentionMetadata, Experts, FusedLayers, GatedLayer, LayerShape, Linear, PerHead
 from common.device.experts import LoopedExperts
 
 _LATENT_SCORES = 1 << 12
@@ -38,6 +38,10 @@ class CpuOps:
             [self.pack_linear(weight) for weight in gate_ups], [self.pack_linear(weight) for weight in downs],
             self.silu_mul,
         )  # fmt: skip
+
+    def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
+        """One op after the other is what there is."""
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., size], weight [size] -> the same shape; statistics in float32."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import AttentionMetadata, Experts, Linear, PerHead
+from common.device.base import AttentionMetadata, Experts, FusedLayers, GatedLayer, LayerShape, Linear, PerHead
 from common.device.experts import LoopedExperts
 from common.device.paged import write_paged_tokens
 
@@ -30,6 +30,10 @@ class TorchOps:
         """Expert by expert."""
         gate_up, down = ([self.pack_linear(weight) for weight in weights] for weights in (gate_ups, downs))
         return LoopedExperts(gate_up, down, self.silu_mul)
+
+    def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
+        """One op after the other is what there is."""
+        return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., size] -> the same shape. Statistics in float32, as the checkpoints were trained."""

@@ -33,13 +33,13 @@ class GroupedAttention:
     ) -> None:
         """`norms`: weights [head_dim] of the query and key norms, where the family has them."""
         self._ops = ops
-        self._qkv = qkv
-        self._output = output
-        self._norms = norms
+        self.qkv = qkv
+        self.output = output
+        self.norms = norms
         self._eps = config.rms_norm_eps
         self._heads, self._kv_heads, self._size = config.num_heads, config.num_kv_heads, config.head_dim
         self._scale = config.head_dim**-0.5
-        self._window = config.window(layer)
+        self.window = config.window(layer)
 
     @staticmethod
     def kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
@@ -70,12 +70,12 @@ class GroupedAttention:
     def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
         ops, heads, both = self._ops, self._heads, self._heads + self._kv_heads
-        qkv = self._qkv(hidden).view(-1, both + self._kv_heads, self._size)
+        qkv = self.qkv(hidden).view(-1, both + self._kv_heads, self._size)
         query, key = qkv[:, :heads], qkv[:, heads:both]
-        if self._norms is not None:
-            query = ops.rms_norm(query.contiguous(), self._norms[0], self._eps)
-            key = ops.rms_norm(key.contiguous(), self._norms[1], self._eps)
+        if self.norms is not None:
+            query = ops.rms_norm(query.contiguous(), self.norms[0], self._eps)
+            key = ops.rms_norm(key.contiguous(), self.norms[1], self._eps)
         query, key = ops.rotary(query, key, step.cos, step.sin)
         pair = (cache[0], cache[1])
         ops.kv_write(key, qkv[:, both:], pair, step.meta)
-        return self._output(ops.attention(query, pair, step.meta, self._scale, self._window))
+        return self.output(ops.attention(query, pair, step.meta, self._scale, self.window))

@@ -12,13 +12,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import AttentionMetadata, Device, KvTensorSpec, Linear, Ops
+from common.device.base import (
+    AttentionMetadata,
+    Device,
+    FusedLayers,
+    GatedLayer,
+    KvTensorSpec,
+    LayerShape,
+    Linear,
+    Ops,
+)
 from common.models.attention import Attention, GroupedAttention
 from common.models.causal_lm import LayerDone
 from common.models.config import ModelConfig
 from common.models.latent_attention import LatentAttention
 from common.models.loader import WeightLoader
-from common.models.mlp import Mlp, load_mlp
+from common.models.mlp import GatedMlp, Mlp, load_mlp
 from common.models.moe import MoeMlp
 from common.models.rope import cos_sin, inverse_frequencies
 from common.models.step import ModelStep
@@ -56,6 +65,7 @@ class DecoderModel:
         self._final_norm = final_norm
         self._head = head
         self._frequencies = frequencies
+        self._fused = _fuse(config, ops, self._layers)
 
     @classmethod
     def load(cls, config: ModelConfig, weights: TrackedWeights, device: Device, dtype: torch.dtype) -> Self:
@@ -87,6 +97,8 @@ class DecoderModel:
         ops, eps = self._ops, self.config.rms_norm_eps
         step = ModelStep(*cos_sin(positions, self._frequencies, self.config.rope.attention_factor), meta)
         residual = functional.embedding(token_ids, self._embedding)
+        if self._fused is not None:
+            return residual.add_(self._fused(residual, step.cos, step.sin, meta, caches, on_layer))
         # The first layer's norm stands alone; every later one is fused with the addition before it.
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
@@ -102,6 +114,25 @@ class DecoderModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab] float32."""
         return self._head(self._ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
+
+
+def _fuse(config: ModelConfig, ops: Ops, layers: Sequence[DecoderLayer]) -> FusedLayers | None:
+    """All layers as one, where they are of the plain kind and the ops can."""
+    described = []
+    for layer in layers:
+        attention, mlp = layer.attention, layer.mlp
+        if not (isinstance(attention, GroupedAttention) and isinstance(mlp, GatedMlp)):
+            return None
+        described.append(
+            GatedLayer(
+                layer.input_norm, attention.qkv, attention.norms, attention.window, attention.output, layer.mlp_norm,
+                mlp.gate_up, mlp.down,
+            )
+        )  # fmt: skip
+    shape = LayerShape(
+        config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+    )
+    return ops.fuse_layers(described, shape)
 
 
 def _load_layer(config: ModelConfig, index: int, loader: WeightLoader) -> DecoderLayer:

@@ -16,12 +16,12 @@ class GatedMlp:
 
     def __init__(self, ops: Ops, gate_up: Linear, down: Linear) -> None:
         self._ops = ops
-        self._gate_up = gate_up
-        self._down = down
+        self.gate_up = gate_up
+        self.down = down
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
-        return self._down(self._ops.silu_mul(self._gate_up(hidden)))
+        return self.down(self._ops.silu_mul(self.gate_up(hidden)))
 
 
 def load_mlp(prefix: str, hidden_size: int, intermediate_size: int, has_bias: bool, loader: WeightLoader) -> GatedMlp:

@@ -8,6 +8,8 @@ from torch import Tensor
 from common.device.native.library import WeightStruct
 
 DTYPES = (torch.float32, torch.bfloat16)
+HEAD_MULTIPLE = 8
+"""Head sizes that the kernels take are multiples of this."""
 
 
 class NativeLinear:

@@ -5,17 +5,17 @@ nor on the number of threads; and not on how a prompt was cut into chunks either
 in another order than longer ones, so there it may differ in the last bits).
 """
 
+from collections.abc import Sequence
 from ctypes import CDLL
 
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, Linear
+from common.device.base import AttentionMetadata, FusedLayers, GatedLayer, LayerShape, Linear
 from common.device.cpu_ops import CpuOps
 from common.device.native.batch import NativeBatch
-from common.device.native.linear import DTYPES, NativeLinear
-
-_HEAD_MULTIPLE = 8
+from common.device.native.layers import NativeLayers, can_fuse
+from common.device.native.linear import DTYPES, HEAD_MULTIPLE, NativeLinear
 
 
 class NativeOps(CpuOps):
@@ -31,6 +31,10 @@ class NativeOps(CpuOps):
         if weight.dtype not in DTYPES or not weight.numel():
             return super().pack_linear(weight, bias)
         return NativeLinear(self.library, weight, bias)
+
+    def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
+        """One native call for all layers, if all of their parts are native."""
+        return NativeLayers(self.library, layers, shape, self.batch_for) if can_fuse(layers, shape) else None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., size] -> the same shape; statistics in float32."""
@@ -86,7 +90,7 @@ class NativeOps(CpuOps):
         keys, values = cache
         rows, heads, size = query.shape
         fits = _is_cache(keys) and keys.shape == values.shape and values.is_contiguous() and keys.shape[3] == size
-        if not (fits and _takes(query, keys, values) and size % _HEAD_MULTIPLE == 0):
+        if not (fits and _takes(query, keys, values) and size % HEAD_MULTIPLE == 0):
             return super().attention(query, cache, meta, scale, window)
         source = _by_token(query)
         out = torch.empty((rows, heads * size), dtype=query.dtype)

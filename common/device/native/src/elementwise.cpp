@@ -13,6 +13,7 @@ constexpr int64_t kWorthSharing = 1 << 14;  // values; fewer take less time than
 // Cuts rows into pieces and calls work(first, end) on each.
 template <class Work>
 void by_rows(int64_t rows, int64_t values_a_row, int threads, Work&& work) {
+  if (rows <= 0) return;
   const int64_t total = rows * values_a_row;
   const int64_t pieces = threads > 1 ? std::clamp<int64_t>(total / kWorthSharing, 1, std::min<int64_t>(rows, threads * 4)) : 1;
   parallel(threads, int(pieces), [&](int i) { work(rows * i / pieces, rows * (i + 1) / pieces); });

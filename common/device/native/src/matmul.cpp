@@ -136,6 +136,7 @@ void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panel
 
 template <class T>
 void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
+  if (rows <= 0) return;
   Job<T> job = {};
   job.x_stride = x_stride;
   job.x = left_side(x, job.x_stride, rows, weight.in, threads);

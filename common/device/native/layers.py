@@ -1,0 +1,110 @@
+"""Whole decoder layers in one native call: for layers whose parts are all the native ops' own.
+
+Nothing of Python runs between two ops, and the interpreter's lock is taken once a step, not once an op.
+"""
+
+from collections.abc import Callable, Sequence
+from ctypes import CDLL, byref
+
+import torch
+from torch import Tensor
+
+from common.device.base import AttentionMetadata, GatedLayer, LayerShape, Linear
+from common.device.native.batch import NativeBatch
+from common.device.native.library import LayerStruct, ShapeStruct, StepStruct
+from common.device.native.linear import HEAD_MULTIPLE, NativeLinear
+
+
+class NativeLayers:
+    """Implements `common.device.base.FusedLayers`. Keeps the layers' parts alive."""
+
+    def __init__(
+        self,
+        library: CDLL,
+        layers: Sequence[GatedLayer],
+        shape: LayerShape,
+        batch_for: Callable[[AttentionMetadata], NativeBatch],
+    ) -> None:
+        """For layers that `can_fuse` takes."""
+        hidden, intermediate = _native(layers[0].qkv).struct.in_, _native(layers[0].down).struct.in_
+        self._run = library.kvf_layers
+        self._batch_for = batch_for
+        self._layers = tuple(layers)
+        self._is_bf16 = int(_native(layers[0].qkv).dtype == torch.bfloat16)
+        self._shape = ShapeStruct(
+            hidden, shape.heads, shape.kv_heads, shape.head_dim, intermediate, shape.eps, shape.scale
+        )
+        self._structs = (LayerStruct * len(layers))(*(_struct(layer) for layer in layers))
+        self._caches: Sequence[tuple[Tensor, ...]] | None = None
+
+    def __call__(
+        self,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        meta: AttentionMetadata,
+        caches: Sequence[tuple[Tensor, ...]],
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """residual [T, hidden], changed in place -> what is still to be added to it; cos and sin [T, D] float32."""
+        batch = self._batch_for(meta)
+        self._point_at(caches)
+        delta = torch.empty_like(residual)
+        step = StepStruct(
+            batch.struct, residual.shape[0], batch.slots.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            residual.data_ptr(), delta.data_ptr(), 0,
+        )  # fmt: skip
+        threads, count = torch.get_num_threads(), len(self._layers)
+        if on_layer is None:
+            self._run(self._is_bf16, byref(self._shape), self._structs, count, byref(step), threads)
+            return delta
+        for index in range(count):
+            one = byref(self._structs[index])
+            self._run(self._is_bf16, byref(self._shape), one, 1, byref(step), threads)
+            step.has_delta = 1
+            on_layer(index + 1)
+        return delta
+
+    def _point_at(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
+        """The caches are the same from step to step; their addresses are written down when they are not."""
+        if caches is self._caches:
+            return
+        for struct, (keys, values) in zip(self._structs, caches, strict=True):
+            if not (keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape):
+                raise ValueError("a layer's keys and values must be contiguous and of one shape")
+            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+        self._caches = caches
+
+
+def can_fuse(layers: Sequence[GatedLayer], shape: LayerShape) -> bool:
+    """Whether every part is packed for the native ops, all in one dtype."""
+    if not layers or shape.head_dim % HEAD_MULTIPLE:
+        return False
+    linears = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    norms = [norm for layer in layers for norm in (layer.input_norm, layer.mlp_norm, *(layer.head_norms or ()))]
+    first = linears[0]
+    return (
+        isinstance(first, NativeLinear)
+        and all(isinstance(part, NativeLinear) and part.dtype == first.dtype for part in linears)
+        and all(norm.dtype == first.dtype and norm.is_contiguous() for norm in norms)
+    )
+
+
+def _native(linear: Linear) -> NativeLinear:
+    assert isinstance(linear, NativeLinear)
+    return linear
+
+
+def _struct(layer: GatedLayer) -> LayerStruct:
+    query_norm, key_norm = layer.head_norms or (None, None)
+    return LayerStruct(
+        layer.input_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        None if query_norm is None else query_norm.data_ptr(),
+        None if key_norm is None else key_norm.data_ptr(),
+        _native(layer.qkv).struct,
+        _native(layer.output).struct,
+        _native(layer.gate_up).struct,
+        _native(layer.down).struct,
+        window=layer.window,
+    )
