@@ -6,7 +6,8 @@
 #   make check    lint, format, types, import rules
 #   make test     check, then every test
 #   make coverage lines and branches of the pure cores that their own tests and the simulation reach; 95 % at least
-#   make chaos    real processes under load that are killed, stopped and cut; CHAOS_ARGS="--faults 20" for less
+#   make chaos    real processes under load that are killed, stopped and cut; CHAOS_ARGS="--faults 20" for less;
+#                 then the real model for a while, with CHAOS_REAL_ARGS
 #   make soak     100,000 short requests, goes on where it was stopped; then an abort storm. SOAK_ARGS, STORM_ARGS
 #   make test-npu the NPU code against the real torch_npu, in an environment of its own; needs no NPU
 #   make clean    remove what the others made here; the model stays in the user's cache
@@ -20,6 +21,7 @@ TORCH ?= torch==2.13.0
 PIP_ARGS ?=
 ARGS ?=
 CHAOS_ARGS ?=
+CHAOS_REAL_ARGS ?=
 SOAK_ARGS ?=
 STORM_ARGS ?=
 
@@ -83,8 +85,9 @@ coverage: $(DEV)
 	$(BIN)/python -m coverage report
 
 # Their reports are in build/chaos; with matplotlib (pip install -e ".[plot]") a plot too.
-chaos: $(DEV)
+chaos: $(DEV) model
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+	$(BIN)/python -m tests.chaos --real $(CHAOS_REAL_ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)

@@ -17,8 +17,9 @@ from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.links import Links
 from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
 from tests.chaos.report import write_report
-from tests.chaos.stand import Shape, Stand, standing, tiny_model
+from tests.chaos.stand import VOCAB_SIZE, Shape, Stand, standing, tiny_model
 from tests.chaos.trial import Plan, Result, run_trial
+from tests.support.real_model import real_model_path
 
 _SETTINGS = {
     # Faults come far more often than in the field: a request may meet many, and none of them is its doing.
@@ -31,19 +32,30 @@ _SETTINGS = {
 }
 
 
+_REAL_SETTINGS = {**_SETTINGS, "node.kv_cache_bytes": 256 << 20, "node.threads": 1}
+_REAL_SIZES = Sizes(prompts=(1, 9, 60), outputs=(1, 2, 8, 24), shared=32, vocab_size=49152)
+_TINY = {"requests": 5000, "faults": 200, "gap": 3.0, "clients": 24, "think": 1.5, "pool": 96}
+_REAL = {"requests": 500, "faults": 25, "gap": 8.0, "clients": 12, "think": 1.5, "pool": 16}
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=5000, help="at least so many (5000)")
-    parser.add_argument("--faults", type=int, default=200, help="kills, stops, SIGTERMs and cuts (200)")
-    parser.add_argument("--gap", type=float, default=3.0, help="mean seconds between two faults (3)")
-    parser.add_argument("--clients", type=int, default=24)
-    parser.add_argument("--think", type=float, default=1.5, help="mean seconds between two requests of a client (1.5)")
-    parser.add_argument("--pool", type=int, default=96, help="different generations (96)")
+    parser.add_argument("--real", action="store_true", help="the small real model, and smaller numbers")
+    parser.add_argument("--requests", type=int, help="at least so many (5000; real 500)")
+    parser.add_argument("--faults", type=int, help="kills, stops, SIGTERMs and cuts (200; real 25)")
+    parser.add_argument("--gap", type=float, help="mean seconds between two faults (3; real 8)")
+    parser.add_argument("--clients", type=int, help="(24; real 12)")
+    parser.add_argument("--think", type=float, help="mean seconds between two requests of a client (1.5)")
+    parser.add_argument("--pool", type=int, help="different generations (96; real 16)")
     parser.add_argument("--most-s", type=float, default=1500.0, help="it ends then in any case (1500)")
     parser.add_argument("--no-namespaces", action="store_true", help="cut links with the proxy in any case")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for name, value in (_REAL if args.real else _TINY).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 def main(argv: list[str]) -> int:
@@ -52,23 +64,26 @@ def main(argv: list[str]) -> int:
     if not args.no_namespaces and can_have_namespaces():
         enter_hub(["-m", "tests.chaos", *argv])
         make_links = NamespaceLinks
+    report = "chaos-real" if args.real else "chaos"
     plan = Plan(args.seed, args.requests, args.faults, args.gap, args.clients, args.think, args.most_s)
     with tempfile.TemporaryDirectory(prefix="kvf-chaos-") as name:
         directory = Path(name)
-        shape = Shape(tiny_model(directory / "m"), settings=_SETTINGS)
+        model = real_model_path() if args.real else tiny_model(directory / "m")
+        shape = Shape(model, settings=_REAL_SETTINGS if args.real else _SETTINGS)
         with standing(shape, directory, make_links) as stand:
             try:
                 result = asyncio.run(run_trial(stand, plan, _target(stand, args)))
             finally:
                 args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / "chaos.log").write_text(stand.served.log())
-            page = write_report(result, args.out, shlex.join(["python", "-m", "tests.chaos", *argv]))
+                (args.out / f"{report}.log").write_text(stand.served.log())
+            page = write_report(result, args.out, shlex.join(["python", "-m", "tests.chaos", *argv]), report)
     sys.stdout.write(page.read_text())
     return _code(result)
 
 
 def _target(stand: Stand, args: argparse.Namespace) -> Target:
-    return Target(stand.served.port, stand.served.model, pool(args.seed, args.pool, Sizes()))
+    sizes = _REAL_SIZES if args.real else Sizes(vocab_size=VOCAB_SIZE)
+    return Target(stand.served.port, stand.served.model, pool(args.seed, args.pool, sizes))
 
 
 def _code(result: Result) -> int:

@@ -6,11 +6,13 @@ each run, for a new run has new processes.
 
 import argparse
 import asyncio
+import contextlib
 import random
 import shlex
 import sys
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from tqdm import tqdm
@@ -95,7 +97,7 @@ async def _client(number: int, target: Target, left: list[int], tally: "_Tally")
 
 
 class _Tally:
-    def __init__(self, bar: "tqdm[None]") -> None:
+    def __init__(self, bar: "tqdm[NoReturn]") -> None:
         self.run = Run(0, 0.0, {}, [], [])
         self._bar = bar
 
@@ -116,7 +118,9 @@ async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, cl
     await asyncio.to_thread(stand.wait_whole)
     with tqdm(total=count, unit="request", mininterval=2.0) as bar, Sampler(stand.served, _EVERY_S) as sampler:
         tally, began, left = _Tally(bar), now(), [count]
-        await asyncio.gather(*(_client(number, target, left, tally) for number in range(clients)))
+        # Ctrl-C: what was done counts, and the next run goes on.
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*(_client(number, target, left, tally) for number in range(clients)))
         tally.run.seconds = now() - began
     tally.run.processes = growth([*sampler.samples, *look(stand.served)])
     try:

@@ -1,5 +1,7 @@
 """What the chaos trial calls wrong: a trial that cannot fail would prove nothing."""
 
+from typing import Any
+
 import pytest
 
 from tests.chaos.asks import Ask, Generation
@@ -19,7 +21,7 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 def record(end: End, ids: list[int], took: float = 1.0, **ask: object) -> Record:
-    values: dict = {"leaves_after_s": None, "timeout_s": None, **ask}
+    values: dict[str, Any] = {"leaves_after_s": None, "timeout_s": None, **ask}
     return Record(Ask(0, 1, True, **values), 10.0, 10.0 + took, end, 200, 5000, ids)
 
 

@@ -4,6 +4,8 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tqdm import tqdm
+
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Crowd, Target, learn, now
 from tests.chaos.faults import Kind, faults
@@ -94,16 +96,19 @@ async def _disturb(stand: Stand, plan: Plan, target: Target, result: Result) -> 
     striker = Striker(stand.served, stand.links)
     result.began = now()
     crowding = asyncio.ensure_future(crowd.run())
+    bar = tqdm(total=plan.faults, unit="fault", desc="chaos")
     try:
         for fault in faults(plan.seed, stand.shape.nodes, plan.gap_s):
             await asyncio.wait([crowding], timeout=fault.gap_s)
             if crowding.done() or now() > result.began + plan.most_s:
                 break
             if len(striker.strikes) < plan.faults:
-                await striker.strike(fault)
+                bar.update(await striker.strike(fault))
+                bar.set_postfix(requests=len(crowd.records), wrong=sum(bool(r.wrong) for r in crowd.records))
             elif len(crowd.records) >= plan.requests:
                 break
     finally:
+        bar.close()
         await striker.finish()
         crowd.stop()
     await crowding
