@@ -37,7 +37,7 @@ def make_checkpoint(directory: Path, max_shard_size: str = "1GB", **changes: Any
     return model
 
 
-def reference_tokens(model: PreTrainedModel, prompt: list[int], count: int, use_cache: bool = True) -> list[int]:
+def reference_tokens(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """Greedy continuation by transformers' own generate."""
     generate: Any = model.generate
     out = generate(
@@ -45,10 +45,22 @@ def reference_tokens(model: PreTrainedModel, prompt: list[int], count: int, use_
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=count,
         do_sample=False,
-        use_cache=use_cache,
+        use_cache=True,
         pad_token_id=0,
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
+
+
+def greedy_after(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
+    """What the reference says next after the prompt and each beginning of the output, in one pass.
+
+    Equal to the output exactly when that is the reference's own greedy continuation; needs no cache of the library's,
+    whose sliding window of one position keeps all of them.
+    """
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    tokens: list[int] = logits[len(prompt) - 1 :].argmax(-1).tolist()
     return tokens
 
 

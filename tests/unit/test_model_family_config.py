@@ -138,6 +138,19 @@ def test_windows_as_the_families_say_them(checkpoints: dict[str, Path], tmp_path
     assert read(qwen, tmp_path, sliding_window=12, max_window_layers=0, layer_types=...).windows == ()
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("first", [0, 1, 2, 3, 9])
+def test_layers_with_a_window_are_those_of_the_library(
+    name: str, first: int, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Files as published have no layer types, those that the library writes always do."""
+    used = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": first}
+    config = read(checkpoints[name], tmp_path, **used, layer_types=...)
+    library: Any = CONFIGS[name][0]
+    kinds: list[str] = library(num_hidden_layers=3, **used).layer_types
+    assert [config.window(layer) == 12 for layer in range(3)] == [kind == "sliding_attention" for kind in kinds]
+
+
 def test_published_settings_that_change_nothing_are_fine(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Names that stand in published files and that the library does not write."""
     remote = {
