@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.cache import cache_dir
 from common.errors import ModelLoadError
 from ops import model_store
 from ops.model_choice import with_model
@@ -60,7 +61,7 @@ def test_the_cache_is_where_the_user_wants_it(tmp_path: Path, monkeypatch):
     assert not model_store.has_model()
     monkeypatch.delenv("KVFERRY_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert model_store.cache_dir() == tmp_path / "home" / ".cache" / "kvferry"
+    assert cache_dir() == tmp_path / "home" / ".cache" / "kvferry"
 
 
 def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path, monkeypatch):

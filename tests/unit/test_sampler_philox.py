@@ -36,9 +36,8 @@ def test_uniform_numbers_that_stay() -> None:
 
 def test_uniform_numbers_are_even_and_strictly_inside() -> None:
     count = 20_000
-    numbers = uniform(
-        np.uint64(42), np.arange(count // 100, dtype=np.uint64)[:, None], np.arange(100, dtype=np.uint64)
-    ).ravel()
+    positions, tokens = np.meshgrid(np.arange(200, dtype=np.uint64), np.arange(100, dtype=np.uint64))
+    numbers = uniform(np.full(positions.shape, 42, dtype=np.uint64), positions, tokens).ravel()
     assert numbers.min() > 0.0
     assert numbers.max() < 1.0
     expected = count / 20
