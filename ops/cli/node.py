@@ -31,10 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if printed(args, config):
         return DONE
     setup_logging(config.log, config.role(role).name or role)
-    threads = str(resolve_node(config, role, probe_host()).threads)
-    # Read by torch's libraries when they are loaded, which is not yet.
-    for variable, value in {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}.items():
-        os.environ[variable] = value
+    set_thread_variables(resolve_node(config, role, probe_host()).threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
     from ops.compose import run_decode, run_prefill
@@ -42,3 +39,11 @@ def run(args: argparse.Namespace) -> int:
 
     config = with_model(config)
     return run_prefill(config) if role == "prefill" else run_decode(config)
+
+
+def set_thread_variables(threads: int) -> None:
+    """What torch's libraries read when they are loaded, which must not be yet."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+    # A thread of theirs that waits must not keep a core from the native ops' threads, or from another node.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")

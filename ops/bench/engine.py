@@ -1,0 +1,143 @@
+"""Measures the engine by itself: prompt and decode tokens a second through the node's own runner, beside the machine.
+
+Whole steps are timed, batch layout and sampling included; no scheduler, no node, no network. Medians.
+"""
+
+import random
+import statistics
+import time
+from array import array
+from itertools import count
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from common.device.base import Device
+from common.engine.kv_cache import KvCache
+from common.engine.runner import ModelRunner
+from common.engine.sampler import Sampler
+from common.models.load import DtypeName, LoadedModel, load_model
+from common.sampling_params import SamplingParams
+from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
+from ops.bench.limits import MachineLimits, measure_limits, step_needs
+from ops.bench.report import EngineReport, Machine, Rate
+
+PROMPTS = (128, 512, 2048)
+BATCHES = (1, 8, 32)
+CONTEXT = 256
+_PROMPT_ROUNDS = 3
+_DECODE_STEPS = 12
+_BLOCK_SIZE = 16
+_GREEDY = SamplingParams(max_new_tokens=1)
+
+
+class EngineBench:
+    """One model on one device, with a cache that holds the largest case."""
+
+    def __init__(self, loaded: LoadedModel, device: Device) -> None:
+        """Allocates the cache."""
+        tokens = max(*PROMPTS, *(batch * (CONTEXT + _DECODE_STEPS + _BLOCK_SIZE) for batch in BATCHES))
+        self._block_size = device.supported_block_size(_BLOCK_SIZE)
+        blocks = -(-tokens // self._block_size) + len(BATCHES) * max(BATCHES)
+        self._cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, self._block_size)
+        self._runner = ModelRunner(loaded.model, self._cache, Sampler(loaded.config.vocab_size), device)
+        self._vocab = loaded.config.vocab_size
+        self._random = random.Random(1)
+        self._ids, self._steps = count(1), count(1)
+
+    def prompt(self, length: int) -> float:
+        """Median seconds of one step that computes a prompt of this many tokens."""
+        return statistics.median(self._prompt(length) for _ in range(_PROMPT_ROUNDS))
+
+    def decode(self, batch: int) -> float:
+        """Median seconds of a step of `batch` sequences with CONTEXT cached tokens and a few."""
+        per_sequence = -(-(CONTEXT + _DECODE_STEPS) // self._block_size)
+        tables = [tuple(range(i * per_sequence, (i + 1) * per_sequence)) for i in range(batch)]
+        ids = [next(self._ids) for _ in tables]
+        prompt = self._tokens(CONTEXT)
+        self._run([(ids[0], prompt, 0, tables[0])], new={ids[0]: prompt})
+        # The others get copies of its cache: what is in it does not change the time, that it is theirs does.
+        layers = self._cache.num_layers
+        cached = self._cache.read(0, layers, tables[0], 0, CONTEXT)
+        for table in tables[1:]:
+            self._cache.write(0, layers, table, 0, CONTEXT, cached)
+        self._add(ids[1:], prompt)
+        times = []
+        for position in range(CONTEXT, CONTEXT + _DECODE_STEPS):
+            work = [(seq_id, self._tokens(1), position, table) for seq_id, table in zip(ids, tables, strict=True)]
+            times.append(self._run(work))
+        self._finish(ids)
+        return statistics.median(times)
+
+    def _prompt(self, length: int) -> float:
+        seq_id, tokens = next(self._ids), self._tokens(length)
+        seconds = self._run([(seq_id, tokens, 0, tuple(range(-(-length // self._block_size))))], new={seq_id: tokens})
+        self._finish([seq_id])
+        return seconds
+
+    def _run(
+        self,
+        work: "list[tuple[int, array[int], int, tuple[int, ...]]]",
+        new: "dict[int, array[int]] | None" = None,
+    ) -> float:
+        scheduled = tuple(
+            ScheduledSequence(seq_id, tokens, start, table, True, start + len(tokens))
+            for seq_id, tokens, start, table in work
+        )
+        added = tuple(NewSequence(seq_id, tokens, _GREEDY) for seq_id, tokens in (new or {}).items())
+        plan = StepPlan(next(self._steps), scheduled, added)
+        start = time.perf_counter()
+        self._runner.execute(plan)
+        return time.perf_counter() - start
+
+    def _add(self, ids: list[int], tokens: "array[int]") -> None:
+        new = tuple(NewSequence(seq_id, tokens, _GREEDY) for seq_id in ids)
+        self._runner.execute(StepPlan(next(self._steps), (), new))
+
+    def _finish(self, ids: list[int]) -> None:
+        self._runner.execute(StepPlan(next(self._steps), (), (), tuple(ids)))
+
+    def _tokens(self, number: int) -> "array[int]":
+        return array("I", (self._random.randrange(self._vocab) for _ in range(number)))
+
+
+def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, progress: bool) -> EngineReport:
+    """Load the model, measure every case and the machine. Raises ModelLoadError."""
+    device.activate_thread()
+    loaded = load_model(path, device=device, dtype=dtype, progress=progress)
+    bench = EngineBench(loaded, device)
+    ready_s = time.time() - psutil.Process().create_time()
+    # Prompts longer than the model can take are left out.
+    prompts = [length for length in PROMPTS if length <= loaded.info.max_model_len]
+    seconds: dict[tuple[str, int], float] = {}
+    with tqdm(total=len(prompts) + len(BATCHES) + 1, desc="engine", unit="case", disable=not progress) as bar:
+        for length in prompts:
+            seconds["prefill", length] = bench.prompt(length)
+            bar.update()
+        for batch in BATCHES:
+            seconds["decode", batch] = bench.decode(batch)
+            bar.update()
+        rss_mb = psutil.Process().memory_info().rss / 1e6
+        limits = measure_limits(device.ops, loaded.dtype)
+        bar.update()
+    return EngineReport(
+        model=name,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        ops=type(device.ops).__name__,
+        machine=Machine(round(limits.read_gb_s, 2), round(limits.matmul_gflop_s, 1)),
+        prefill={str(n): _rate(loaded, limits, n, 0, 1, seconds["prefill", n]) for n in prompts},
+        decode={str(n): _rate(loaded, limits, 1, CONTEXT, n, seconds["decode", n]) for n in BATCHES},
+        ready_s=round(ready_s, 2),
+        rss_mb=round(rss_mb),
+    )
+
+
+def _rate(loaded: LoadedModel, limits: MachineLimits, new: int, context: int, sequences: int, seconds: float) -> Rate:
+    tokens = new * sequences
+    needs = step_needs(loaded.config, loaded.dtype, new, context, sequences)
+    most = None if needs is None else needs.tokens_per_s(tokens, limits)
+    rate = tokens / seconds
+    return Rate(round(rate, 1), None if most is None else round(rate / most, 3))

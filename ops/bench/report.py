@@ -1,0 +1,47 @@
+"""What `kvferry bench engine` found, as it is printed: one JSON object, or a table for people."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The machine's limits, measured in the same run."""
+
+    read_gb_s: float
+    matmul_gflop_s: float
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """One case."""
+
+    tok_s: float
+    of_limit: float | None
+    """Share of what the machine's limits allow; None where that is not known."""
+
+
+class EngineReport(msgspec.Struct, frozen=True):
+    """One run. Keys of `prefill` are prompt lengths, of `decode` numbers of sequences."""
+
+    model: str
+    dtype: str
+    threads: int
+    ops: str
+    machine: Machine
+    prefill: dict[str, Rate]
+    decode: dict[str, Rate]
+    ready_s: float
+    """From the start of the process until the model was loaded and its cache allocated."""
+    rss_mb: int
+
+
+def table(report: EngineReport) -> Iterator[str]:
+    """Lines for people."""
+    yield f"{report.model}  {report.dtype}  {report.threads} threads  {report.ops}"
+    machine = report.machine
+    yield f"machine    reads {machine.read_gb_s:.1f} GB/s, multiplies {machine.matmul_gflop_s:.0f} GFLOP/s"
+    for kind, unit, rates in (("prefill", "tokens", report.prefill), ("decode", "at once", report.decode)):
+        for size, rate in rates.items():
+            share = "" if rate.of_limit is None else f"{rate.of_limit:7.0%} of the limit"
+            yield f"{kind:<8} {size:>5} {unit:<8} {rate.tok_s:9.1f} tokens/s {share}"
+    yield f"ready after {report.ready_s:.1f} s, {report.rss_mb} MB"

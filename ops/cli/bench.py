@@ -1,0 +1,57 @@
+"""`kvferry bench`: measurements, each beside what the machine could do at most."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from common.config.host import probe_host
+from common.errors import ModelLoadError
+from ops.cli.errors import DONE
+from ops.cli.node import set_thread_variables
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and what it can measure."""
+    parser = commands.add_parser("bench", help="measure speed", description="Measures speed.")
+    subjects = parser.add_subparsers(dest="subject", metavar="WHAT", required=True)
+    engine = subjects.add_parser(
+        "engine",
+        help="the engine by itself: prompts and decoding",
+        description="Measures tokens a second of prompts (128, 512, 2048 tokens) and of decoding (1, 8, 32 sequences "
+        "with 256 tokens of context), each beside the machine's own limits measured in the same run.",
+    )
+    engine.add_argument(
+        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
+    )
+    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
+    engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
+    engine.add_argument("--json", action="store_true", help="print JSON")
+    engine.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    threads = args.threads or probe_host().cores
+    set_thread_variables(threads)
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+    import msgspec
+
+    from common.device.select import select_device
+    from ops import model_store
+    from ops.bench.engine import run_bench
+    from ops.bench.report import table
+
+    path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
+    if not path.exists():
+        raise ModelLoadError(f"--model: {path} is not there")
+    name = path.resolve().stem if args.model else model_store.MODEL_NAME
+    device = select_device("cpu", threads)
+    report = run_bench(path, device, None if args.dtype == "auto" else args.dtype, name, sys.stderr.isatty())
+    if args.json:
+        print(msgspec.json.encode(report).decode())
+        return DONE
+    for line in table(report):
+        print(line)
+    return DONE
