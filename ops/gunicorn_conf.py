@@ -32,7 +32,9 @@ max_requests = 0  # a worker that is replaced loses its streams
 timeout = 60
 # The router ends its streams itself within the drain; this only catches a worker that does not.
 graceful_timeout = int(_config.timers.worker_drain_s) + 5
-keepalive = 5
+# Longer than proxies and clients keep a connection. The timer runs before the socket is read: a worker that was frozen
+# would close, as idle, a connection on which a request has come meanwhile.
+keepalive = 75
 worker_tmp_dir = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a heartbeat must not wait for a disk
 control_socket_disable = True  # it would lie in the home directory, shared by all instances
 accesslog = None
