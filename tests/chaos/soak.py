@@ -33,7 +33,10 @@ _EVERY_S = 5.0
 
 
 class Grown(msgspec.Struct, frozen=True):
-    """One process in one run: medians after warming up and at the end."""
+    """One process in one run: memory after warming up and at the end (medians), descriptors before and after it.
+
+    Descriptors are compared without clients: which worker has how many connections is the kernel's choice.
+    """
 
     name: str
     pid: int
@@ -70,8 +73,8 @@ class State(msgspec.Struct):
         return sum(run.requests for run in self.runs)
 
 
-def growth(samples: list[Sample]) -> list[Grown]:
-    """Of every process that lived through all of the samples."""
+def growth(samples: list[Sample], before: list[Sample], after: list[Sample]) -> list[Grown]:
+    """Of every process that was there after warming up and at the end."""
     first, last = samples[0].at, samples[-1].at
     found = []
     for name, pid in dict.fromkeys((sample.name, sample.pid) for sample in samples):
@@ -80,7 +83,7 @@ def growth(samples: list[Sample]) -> list[Grown]:
         tail = [s for s in own if (last - s.at) / max(1e-9, last - first) <= _TAIL_SHARE]
         if warm and tail:
             rss = [int(percentile([s.rss for s in part], 0.5)) for part in (warm, tail)]
-            descriptors = [int(percentile([s.descriptors for s in part], 0.5)) for part in (warm, tail)]
+            descriptors = [max((s.descriptors for s in part if s.pid == pid), default=0) for part in (before, after)]
             found.append(Grown(name, pid, *rss, *descriptors))
     return found
 
@@ -116,17 +119,18 @@ async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, cl
     target.truths = await learn(target)
     await on_every_worker(stand, lambda: learn(target))
     await asyncio.to_thread(stand.wait_whole)
+    before = look(stand.served)
     with tqdm(total=count, unit="request", mininterval=2.0) as bar, Sampler(stand.served, _EVERY_S) as sampler:
         tally, began, left = _Tally(bar), now(), [count]
         # Ctrl-C: what was done counts, and the next run goes on.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*(_client(number, target, left, tally) for number in range(clients)))
         tally.run.seconds = now() - began
-    tally.run.processes = growth([*sampler.samples, *look(stand.served)])
     try:
         await asyncio.to_thread(stand.wait_whole)
     except AssertionError as error:
         tally.run.wrong.append(f"not whole afterwards: {error}"[:300])
+    tally.run.processes = growth(sampler.samples, before, look(stand.served))
     return tally.run
 
 

@@ -102,7 +102,8 @@ def test_soak_sees_a_slow_leak() -> None:
     leak = [Sample(float(t), "decode-0", 2, (200 + t) * mib, 10) for t in range(100)]
     descriptors = [Sample(float(t), "proxy", 3, 50 * mib, 10 + t // 50) for t in range(100)]
     samples = [sample for row in zip(flat, leak, descriptors, strict=True) for sample in row]
-    assert {process.name: process.is_flat for process in growth(samples)} == {
+    grown_by = growth(samples, samples[:3], samples[-3:])
+    assert {process.name: process.is_flat for process in grown_by} == {
         "worker": True,
         "decode-0": False,
         "proxy": False,
