@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from common.config.protocol import Limits, Timers
+from common.models.load import LoadedModel
+from common.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
+from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import random_prompt, reference_tokens
 
 Reference = tuple[Path, Any]
@@ -95,3 +98,22 @@ async def test_same_seed_same_tokens_in_any_company(cluster: MakeCluster) -> Non
         crowded, *_ = await asyncio.gather(c.generate(prompt, **parameters), *others)
     assert alone == again == crowded
     assert len(set(alone)) > 5
+
+
+@pytest.mark.asyncio
+async def test_same_tokens_split_or_on_one_engine(cluster: MakeCluster, loaded: LoadedModel) -> None:
+    """Sampled with all that a request may ask for: two nodes and a ferry between them change nothing."""
+    prompts = [random_prompt(seed, 11 + 17 * seed) for seed in range(4)]
+    asked: dict[str, Any] = {"temperature": 1.4, "top_k": 60, "top_p": 0.95, "repetition_penalty": 1.2}
+    engine = EngineDriver(loaded)
+    together = []
+    for seed, prompt in enumerate(prompts, start=1):
+        sampling = SamplingParams(max_new_tokens=15, do_sample=True, seed=seed, **asked)
+        together.append(engine.add(prompt, sampling))
+    engine.generate(together, 15)
+    async with cluster() as c:
+        for seed, (prompt, sequence) in enumerate(zip(prompts, together, strict=True), start=1):
+            split = await c.generate(prompt, max_new_tokens=15, do_sample=True, seed=seed, **asked)
+            eos = loaded.info.eos_token_ids[0]
+            whole = sequence.output
+            assert split == (whole[: whole.index(eos) + 1] if eos in whole else whole)
