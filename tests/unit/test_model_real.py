@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from common.device.cpu import CpuDevice
+from common.device.native.build import find_compiler
 from common.models.load import LoadedModel, load_model
 from common.tokenizer import Tokenizer, load_tokenizer
+from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.real_model import real_model_path
 
@@ -72,7 +74,12 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model(real_model_path(), device=CpuDevice(1), dtype="float32", progress=False)
+    return load_model(real_model_path(), device=_device(), dtype="float32", progress=False)
+
+
+def _device() -> CpuDevice:
+    """By the ops that a node would take here: native ones where there is a compiler."""
+    return cpu_with("native" if find_compiler() else "torch")
 
 
 def _prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int]:
@@ -125,7 +132,7 @@ def test_prefix_hit_equals_transformers(oracle: Oracle, prompts: list[list[int]]
 
 
 def test_bfloat16_differs_at_near_ties_only(oracle: Oracle, prompts: list[list[int]]) -> None:
-    loaded = load_model(real_model_path(), device=CpuDevice(1), progress=False)
+    loaded = load_model(real_model_path(), device=_device(), progress=False)
     assert loaded.dtype == torch.bfloat16
     own = [prompt for prompt in prompts if len(prompt) <= 256][::2]
     equal = 0

@@ -19,14 +19,15 @@ template <class T, int L, int R>
 inline void score_four(const float* query, const T* const (&keys)[4], int64_t size, float* scores) {
   F<L> sums[R][4] = {};
   for (int64_t d = 0; d < size; d += L) {
-    F<L> k[4];
+    // The queries stay in registers and the keys pass by: sums, queries and one key fill them.
+    F<L> q[R];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) k[i] = load<L>(keys[i] + d);
+    for (int r = 0; r < R; r++) q[r] = load<L>(query + r * size + d);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      const F<L> q = load<L>(query + r * size + d);
+    for (int i = 0; i < 4; i++) {
+      const F<L> k = load<L>(keys[i] + d);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) sums[r][i] += q * k[i];
+      for (int r = 0; r < R; r++) sums[r][i] += q[r] * k;
     }
   }
 #pragma GCC unroll 4
@@ -64,14 +65,14 @@ inline void gather_values(const T* values, const int64_t* offsets, int64_t count
   F<L> sums[R][V] = {};
   for (int64_t j = 0; j < count; j++) {
     const T* value = values + offsets[j];
-    F<L> v[V];
-#pragma GCC unroll 8
-    for (int i = 0; i < V; i++) v[i] = load<L>(value + i * L);
+    F<L> w[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      const F<L> w = splat<L>(weights[r * kDecodePart + j]);
+    for (int r = 0; r < R; r++) w[r] = splat<L>(weights[r * kDecodePart + j]);
 #pragma GCC unroll 8
-      for (int i = 0; i < V; i++) sums[r][i] += w * v[i];
+    for (int i = 0; i < V; i++) {
+      const F<L> v = load<L>(value + i * L);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sums[r][i] += w[r] * v;
     }
   }
 #pragma GCC unroll 4
