@@ -54,12 +54,15 @@ async def ask_once(connection: Connection, model: str, generations: Sequence[Gen
     """Send it and take in what comes; the record has no tokens judged yet."""
     record = Record(ask, time.monotonic(), port=connection.port)
     first = connection.requests == 0
+    # Not asyncio.timeout: before Python 3.13 one that expires just as its block ends cancels whatever is awaited next.
+    taking = asyncio.ensure_future(_take_in(connection, model, generations[ask.number], record))
     try:
-        async with asyncio.timeout(ask.leaves_after_s or HUNG_S):
-            await _take_in(connection, model, generations[ask.number], record)
-    except TimeoutError:
-        record.end = End.LEFT if ask.leaves_after_s else End.HUNG
-        connection.close()
+        done, _ = await asyncio.wait((taking,), timeout=ask.leaves_after_s or HUNG_S)
+        if done:
+            taking.result()
+        else:
+            record.end = End.LEFT if ask.leaves_after_s else End.HUNG
+            connection.close()
     except BrokenOffError as error:
         idle = not error.began and not first and time.monotonic() - record.started < _CROSSED_S
         record.end = End.IDLE_CLOSED if idle else End.LOST
@@ -67,6 +70,8 @@ async def ask_once(connection: Connection, model: str, generations: Sequence[Gen
     except (ValueError, KeyError, AssertionError) as error:
         record.end, record.wrong = End.FAILED, f"not what was agreed on: {error!r}"
         connection.close()
+    finally:
+        taking.cancel()
     record.ended = time.monotonic()
     return record
 
