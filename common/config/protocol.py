@@ -73,7 +73,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Every bound of the protocol."""
 
     max_attempts: int = 5
-    """Losses that a request survives."""
+    """Losses in a row, without a new token from a decode node, at which a request ends."""
     crash_limit: int = 2
     """A request that was running at this many crashes ends: it may be their cause."""
     max_preempt: int = 3
