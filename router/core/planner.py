@@ -30,6 +30,8 @@ class Planner:
             self._decodes(request.model),
             avoid=self._penalties.keys(),
             turn=self.plan_no,
+            holder=request.holder,
+            held_tokens=request.num_tokens,
         )
         if choice is None:
             return None
@@ -120,7 +122,7 @@ class Planner:
         return Candidate(incarnation=peer, name=link.welcome.name, endpoint=link.endpoint)
 
     def _book(self, request: Request, prefill: Incarnation, decode: Incarnation) -> None:
-        tokens = len(request.prompt_token_ids) + request.next_index
+        tokens = request.num_tokens
         self._booked_tokens[prefill] = self._booked_tokens.get(prefill, 0) + tokens
         status = self.links.by_peer[decode].status
         block_size = max(1, status.load.block_size) if status else 1

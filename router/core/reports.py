@@ -42,6 +42,8 @@ class Reports:
         if message.link_seq > link.link_seq:
             link.link_seq = message.link_seq
             self._ask_again(sender)
+        if message.draining:
+            self._nothing_held_at(sender)  # nothing is planned there any more, and it is not to wait for that
 
     def on_tokens(self, link: Link, sender: Incarnation, message: Tokens, now: float) -> list[Effect]:
         """A step's tokens of all requests there."""
@@ -138,7 +140,8 @@ class Reports:
             if request.losses >= self.limits.max_attempts:
                 error = KvferryError(f"hand-over failed: {detail}")
                 return self.requests.end(request, "error", error, now, "too many losses")
-        return self.requests.setback(request, RequestEvent.HANDOVER_FAILED, now)
+        holder = request.plan.prefill if message.held else None
+        return self.requests.setback(request, RequestEvent.HANDOVER_FAILED, now, holder)
 
     def _on_gone(self, request: Request, sender: Incarnation, message: Gone, now: float) -> list[Effect]:
         assert request.plan is not None
@@ -166,6 +169,7 @@ class Reports:
         """A life has ended: what was there is planned again."""
         self.planner.forget(peer)
         self.lists.forget(peer)
+        self._nothing_held_at(peer)
         effects: list[Effect] = []
         for request in self.requests:
             if request.state is RequestState.HANDED and request.decode == peer:
@@ -173,3 +177,8 @@ class Reports:
             elif request.state is RequestState.PLACED and request.plan is not None and request.plan.prefill == peer:
                 effects += self.requests.loss(request, now, crashed=False, why="the prefill node died")
         return effects
+
+    def _nothing_held_at(self, peer: Incarnation) -> None:
+        for request in self.requests:
+            if request.holder == peer:
+                request.holder = None

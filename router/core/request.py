@@ -49,6 +49,8 @@ class Request:
     times_preempted: int = 0
     not_before: float = 0.0
     plan: Plan | None = None
+    holder: Incarnation | None = None
+    """The prefill node that keeps the KV of the last attempt for the next one, as far as is known."""
     decode: Incarnation | None = None
     decode_spoke: bool = False
     """Tokens came from it: it has every piece."""
@@ -86,6 +88,11 @@ class Request:
         return len(self.output_token_ids)
 
     @property
+    def num_tokens(self) -> int:
+        """All ids that an attempt planned now begins with."""
+        return len(self.prompt_token_ids) + self.next_index
+
+    @property
     def made_progress(self) -> bool:
         """The attempt went beyond the token that its prefill node drew: the decode node can run it."""
         return self.next_index > self.base_index + 1
@@ -108,6 +115,8 @@ class Request:
         if self.state is RequestState.PLACED and self.plan is not None:
             others = [c.incarnation for c in self.plan.candidates if c.incarnation != self.plan.prefill]
             return [(self.plan.prefill, True), *((peer, False) for peer in others)]
+        if self.state is RequestState.WAITING and self.holder is not None:
+            return [(self.holder, False)]
         return []
 
     def check_invariants(self) -> None:
@@ -117,5 +126,7 @@ class Request:
             raise InvariantError(f"request {self.request_id} is {self.state.name} without a plan")
         if (self.state is RequestState.HANDED) != (self.decode is not None):
             raise InvariantError(f"request {self.request_id} is {self.state.name} with decode {self.decode}")
+        if self.holder is not None and self.state is not RequestState.WAITING:
+            raise InvariantError(f"request {self.request_id} is {self.state.name} and its KV still held")
         if self.next_index > self.sampling.max_new_tokens:
             raise InvariantError(f"request {self.request_id} holds more tokens than it may")

@@ -6,7 +6,7 @@ PROTOCOL rules 3, 31, 33 to 35.
 
 import heapq
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.config.protocol import Limits, Timers
@@ -77,13 +77,19 @@ class RequestTable:
         if plan is None:
             request.not_before = now + self.timers.backoff_min_s
             return []
+        effects = self._let_go(request, plan.prefill)
         request.attempt += 1
         request.base_index = request.next_index
         request.plan, request.decode, request.decode_spoke, request.resend = plan, None, False, False
         request.machine.move(RequestEvent.PLAN, now)
         self._waiting.pop(request.request_id, None)
         request.prefill_name = self._node_name(plan.prefill)
-        return [Send(plan.prefill, self.planner.job(request, plan, now))]
+        return [*effects, Send(plan.prefill, self.planner.job(request, plan, now))]
+
+    def _let_go(self, request: Request, next_prefill: Incarnation) -> list[Effect]:
+        """What was held for the next attempt is taken over by it, or nobody's any more."""
+        holder, request.holder = request.holder, None
+        return [] if holder is None or holder == next_prefill else self._cancel(request, [holder], "planned elsewhere")
 
     def _node_name(self, peer: Incarnation) -> str:
         link = self.links.peer(peer)
@@ -91,11 +97,16 @@ class RequestTable:
 
     # -- back
 
-    def setback(self, request: Request, event: RequestEvent, now: float) -> list[Effect]:
-        """A refusal or a preemption: costs no attempt, is spaced by a growing backoff."""
+    def setback(
+        self, request: Request, event: RequestEvent, now: float, holder: Incarnation | None = None
+    ) -> list[Effect]:
+        """A refusal or a preemption: costs no attempt, is spaced by a growing backoff.
+
+        holder: the prefill node that keeps the computed KV for the next attempt while the list has this one.
+        """
         request.setbacks += 1
         backoff = min(self.timers.backoff_max_s, self.timers.backoff_min_s * 2 ** min(request.setbacks - 1, 10))
-        return self._back_to_waiting(request, event, backoff, now)
+        return self._back_to_waiting(request, event, backoff, now, holder)
 
     def loss(self, request: Request, now: float, *, crashed: bool, why: str) -> list[Effect]:
         """A node lost the attempt: plan again, unless losses without any progress say that it is hopeless."""
@@ -106,10 +117,13 @@ class RequestTable:
             return self.end(request, "error", KvferryError(text), now, "too many losses")
         return self._back_to_waiting(request, RequestEvent.LOST, self.rng.random() * self.timers.replan_jitter_s, now)
 
-    def _back_to_waiting(self, request: Request, event: RequestEvent, delay_s: float, now: float) -> list[Effect]:
-        effects = self._cancels(request, "re-planned")
+    def _back_to_waiting(
+        self, request: Request, event: RequestEvent, delay_s: float, now: float, holder: Incarnation | None = None
+    ) -> list[Effect]:
+        wanted = [peer for peer, _ in request.wanted_at() if peer != holder]
+        effects = self._cancel(request, wanted, "re-planned")
         request.machine.move(event, now)
-        request.decode = None
+        request.decode, request.holder = None, holder
         request.not_before = now + delay_s
         self._waiting[request.request_id] = None
         return effects
@@ -118,7 +132,9 @@ class RequestTable:
 
     def end(self, request: Request, outcome: Outcome, error: Exception | None, now: float, why: str) -> list[Effect]:
         """The one end of a request; whatever comes later finds it no more."""
-        effects = [] if outcome in ("stop", "length") else self._cancels(request, why)
+        wanted = [] if outcome in ("stop", "length") else [peer for peer, _ in request.wanted_at()]
+        effects = self._cancel(request, wanted, why)
+        request.holder = None
         request.machine.move(RequestEvent.END, now)
         del self.by_id[request.request_id]
         self._waiting.pop(request.request_id, None)
@@ -133,14 +149,10 @@ class RequestTable:
             effects += self.end(request, "error", error, now, why)
         return effects
 
-    def _cancels(self, request: Request, why: str) -> list[Effect]:
+    def _cancel(self, request: Request, peers: Iterable[Incarnation], why: str) -> list[Effect]:
         """Best effort: the next list says the same."""
         message = Cancel(request_id=request.request_id, attempt=request.attempt, reason=why)
-        return [
-            Send(peer, message)
-            for peer, _ in request.wanted_at()
-            if (link := self.links.peer(peer)) is not None and link.up
-        ]
+        return [Send(peer, message) for peer in peers if (link := self.links.peer(peer)) is not None and link.up]
 
     # -- time
 

@@ -1,8 +1,8 @@
 """Which nodes a request goes to: published loads plus what this worker has in flight. Pure; knows no messages.
 
-Least waiting prompt tokens for the prefill node, most free blocks for the decode candidates. A pair that failed a
-moment ago is avoided while there is another one. Ties go to the name, turned by the request's plan number, so that
-workers with equal knowledge do not all choose the same node.
+Least waiting prompt tokens for the prefill node, where one that holds the request's KV is spared its own; most free
+blocks for the decode candidates. A pair that failed a moment ago is avoided while there is another one. Ties go to the
+name, turned by the request's plan number, so that workers with equal knowledge do not all choose the same node.
 """
 
 from collections.abc import Collection, Sequence
@@ -49,12 +49,22 @@ def choose(
     *,
     avoid: Collection[tuple[Incarnation, Incarnation]] = (),
     turn: int = 0,
+    holder: Incarnation | None = None,
+    held_tokens: int = 0,
 ) -> Choice | None:
-    """The best pair and its alternatives; None when one side has no node."""
+    """The best pair and its alternatives; None when one side has no node.
+
+    holder: a prefill node at which nothing of the request's held_tokens needs computing.
+    """
     if not prefills or not decodes:
         return None
     offset = {view.incarnation: (index + turn) % len(prefills) for index, view in enumerate(prefills)}
-    ranked = sorted(prefills, key=lambda view: (view.waiting_tokens, offset[view.incarnation]))
+
+    def cost(view: PrefillView) -> tuple[int, int]:
+        saved = held_tokens if view.incarnation == holder else 0
+        return (view.waiting_tokens - saved, offset[view.incarnation])
+
+    ranked = sorted(prefills, key=cost)
     fallback: Choice | None = None
     for prefill in ranked:
         order = _rank_decodes(decodes, prefill.incarnation, avoid, turn)
