@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from common.scheduling.sequence import TRANSITIONS, Status
 from common.state.handover_receive import RECEIVE_TABLE
-from common.state.handover_send import SEND_TABLE
+from common.state.handover_send_table import SEND_TABLE
 from common.state.links import LINK_TABLE
 from common.state.table import Table
 from prefill_node.core.job import JOB_TABLE

@@ -23,9 +23,9 @@ from common.protocol.messages import PROTOCOL_VERSION
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.state.clients import ClientTable
-from common.state.handover_send import KvShape
 from common.state.leg import Leg
 from common.state.node_core import NodeCore, NodeIdentity
+from common.state.piece_plan import KvShape
 from common.transport.context import TransportContext
 
 

@@ -1,19 +1,12 @@
 """The prefill node's end of a hand-over: asks candidates, pushes pieces, commits to one. Pure.
 
-IDLE        nothing asked yet
-ASKING      Reserve sent to a candidate, repeated
-QUEUED      the candidate said that it has no room yet
-GRANTED     pieces go out as layers and chunks are computed; when all are given and the token is known: Commit
-COMMITTING  Commit sent, repeated; the one decode node of this attempt is fixed from here on
-COMMITTED   the decode node owns the request; pieces may be asked for again until it says that it has them all
-FAILED, ABORTED   final; blocks may be let go once `pieces_in_flight` is zero
+States and moves: `handover_send_table.py`. What the pieces are: `piece_plan.py`.
 
 PROTOCOL rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generation of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 import msgspec
 
@@ -22,83 +15,9 @@ from common.errors import InvariantError
 from common.ids import Incarnation, TransferKey
 from common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
 from common.state.actions import Action, Send, SendPiece, StopPieces
-from common.state.table import Machine, Table
-
-
-class SendState(Enum):
-    """Where a hand-over is, at its sender."""
-
-    IDLE = auto()
-    ASKING = auto()
-    QUEUED = auto()
-    GRANTED = auto()
-    COMMITTING = auto()
-    COMMITTED = auto()
-    FAILED = auto()
-    ABORTED = auto()
-
-
-class SendEvent(Enum):
-    """What moves it."""
-
-    ASK = auto()
-    """The next candidate is asked, under a generation of its own."""
-    QUEUED = auto()
-    """The candidate has no room yet."""
-    GRANTED = auto()
-    """The candidate keeps room."""
-    COMMIT = auto()
-    """All pieces were given to the transport and the next token is known."""
-    COMMITTED = auto()
-    """The decode node says that it owns the request."""
-    FAIL = auto()
-    """No candidate is left, or the Commit led to nothing."""
-    ABORT = auto()
-    """The request is not wanted any more, or ended with its first token."""
-
-
-_S, _E = SendState, SendEvent
-_OPEN = (_S.IDLE, _S.ASKING, _S.QUEUED, _S.GRANTED)
-SEND_TABLE = Table(
-    "hand-over (sender)",
-    _S.IDLE,
-    {
-        **{(state, _E.ASK): _S.ASKING for state in _OPEN},
-        **{(state, _E.FAIL): _S.FAILED for state in (*_OPEN, _S.COMMITTING)},
-        **{(state, _E.ABORT): _S.ABORTED for state in (*_OPEN, _S.COMMITTING, _S.COMMITTED, _S.FAILED)},
-        (_S.ASKING, _E.QUEUED): _S.QUEUED,
-        (_S.QUEUED, _E.QUEUED): _S.QUEUED,
-        (_S.ASKING, _E.GRANTED): _S.GRANTED,
-        (_S.QUEUED, _E.GRANTED): _S.GRANTED,
-        (_S.GRANTED, _E.COMMIT): _S.COMMITTING,
-        (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
-        (_S.COMMITTED, _E.COMMITTED): _S.COMMITTED,
-    },
-)
-FINAL = (_S.COMMITTED, _S.FAILED, _S.ABORTED)
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """What the size of a piece follows from."""
-
-    num_layers: int
-    layer_token_bytes: int
-    """Bytes of one token in one layer, all cache tensors together."""
-
-    def layers_per_piece(self, num_tokens: int, target_bytes: int) -> int:
-        """How many layers make a piece of about the target."""
-        return max(1, min(self.num_layers, target_bytes // max(1, num_tokens * self.layer_token_bytes)))
-
-
-@dataclass(slots=True)
-class _Region:
-    """A computed range of positions: a chunk, or what the prefix cache had."""
-
-    token_start: int
-    token_end: int
-    layers_done: int
-    layers_sent: int = 0
+from common.state.handover_send_table import FINAL, OPEN, SEND_TABLE, SendEvent, SendState
+from common.state.piece_plan import KvShape, PiecePlan
+from common.state.table import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,15 +58,14 @@ class HandoverSender:
     may_send: bool = False
     """A transfer slot was given (bounded per peer and node)."""
     _generation: int = 0
-    _first_token_pos: int = 0
-    _regions: list[_Region] = field(default_factory=list)
-    _pieces: list[Piece] = field(default_factory=list)
+    _plan: PiecePlan = field(init=False)
     _in_flight: dict[TransferKey, set[int]] = field(default_factory=dict)
     _next: NextToken | None = None
     _asked_at: float = 0.0
     _sent_at: float = 0.0
 
     def __post_init__(self) -> None:
+        self._plan = PiecePlan(self.shape, self.limits.piece_target_bytes)
         self.machine = Machine(SEND_TABLE, f"{self.reserve.key.request_id[:8]}/{self.reserve.key.attempt}")
 
     @property
@@ -187,23 +105,15 @@ class HandoverSender:
         old = self.reserve.key
         self.key = TransferKey(old.request_id, old.attempt, self._generation, self.me, self.target.incarnation)
         self.transfer_no = self.new_transfer_no()
-        self.may_send, self._pieces = False, []
-        for region in self._regions:
-            region.layers_sent = 0
+        self.may_send = False
+        self._plan.restart()
         self.machine.move(SendEvent.ASK, now)
         self._asked_at = now
         return actions + self._send_reserve(now)
 
     def progress(self, token_start: int, token_end: int, layers: int, now: float) -> list[Action]:
         """Positions token_start .. token_end - 1 have KV in the first `layers` layers."""
-        for region in self._regions:
-            if region.token_start == token_start:
-                region.token_end = token_end
-                region.layers_done = max(region.layers_done, layers)
-                break
-        else:
-            if token_end > token_start:
-                self._regions.append(_Region(token_start, token_end, layers))
+        self._plan.progress(token_start, token_end, layers)
         return self._push(now)
 
     def token_known(self, token: NextToken, now: float) -> list[Action]:
@@ -226,7 +136,7 @@ class HandoverSender:
 
     def forget_pieces(self) -> None:
         """The blocks are let go of: no piece can be sent again."""
-        self._pieces = []
+        self._plan.forget()
 
     # -- what the decode node says
 
@@ -234,7 +144,7 @@ class HandoverSender:
         """Room is there. None: not ours any more, answer Abort."""
         if key != self.key or not self.machine.accepts(SendEvent.GRANTED):
             return [] if key == self.key and self.granted else None
-        self._first_token_pos = first_token
+        self._plan.first_token_pos = first_token
         self.machine.move(SendEvent.GRANTED, now)
         return self._push(now)
 
@@ -260,8 +170,7 @@ class HandoverSender:
             return []
         self.machine.move(SendEvent.COMMITTED, now)
         self.complete = self.complete or message.complete
-        wanted = set(message.missing)
-        return [self._give(piece) for piece in self._pieces if piece.number in wanted]
+        return [self._give(piece) for piece in self._plan.numbered(set(message.missing))]
 
     def on_peer_up(self, now: float) -> list[Action]:
         """The link to the candidate is there now: ask at once."""
@@ -335,8 +244,8 @@ class HandoverSender:
         self._sent_at = now
         commit = Commit(
             key=self.key,
-            num_pieces=len(self._pieces),
-            first_token_pos=self._first_token_pos,
+            num_pieces=len(self._plan),
+            first_token_pos=self._plan.first_token_pos,
             num_tokens=self._next.num_tokens,
             token_id=self._next.token_id,
             token_index=self._next.index,
@@ -348,57 +257,17 @@ class HandoverSender:
         """Give the transport all that is computed and not given yet; then commit if that was all."""
         if self.state is not SendState.GRANTED or not self.may_send:
             return []
-        actions: list[Action] = []
-        for region in self._regions:
-            actions += self._push_region(region)
-        if self._next is not None and self._all_given(self._next.num_tokens):
+        assert self.key is not None
+        actions: list[Action] = [self._give(piece) for piece in self._plan.cut(self.key)]
+        if self._next is not None and self._plan.all_given(self._next.num_tokens):
             self.machine.move(SendEvent.COMMIT, now)
             self._asked_at, self.commit_sent = now, True
             actions += self._send_commit(now)
         return actions
 
-    def _push_region(self, region: _Region) -> list[Action]:
-        actions: list[Action] = []
-        start = max(region.token_start, self._first_token_pos)
-        if start >= region.token_end:
-            region.layers_sent = region.layers_done
-            return actions
-        group = self.shape.layers_per_piece(region.token_end - start, self.limits.piece_target_bytes)
-        while region.layers_sent < region.layers_done:
-            end = min(region.layers_sent + group, region.layers_done)
-            if end - region.layers_sent < group and region.layers_done < self.shape.num_layers:
-                break
-            actions.append(self._give(self._new_piece(region.layers_sent, end, start, region.token_end)))
-            region.layers_sent = end
-        return actions
-
-    def _new_piece(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> Piece:
-        assert self.key is not None
-        piece = Piece(
-            key=self.key,
-            number=len(self._pieces),
-            layer_start=layer_start,
-            layer_end=layer_end,
-            token_start=token_start,
-            token_end=token_end,
-            num_bytes=(layer_end - layer_start) * (token_end - token_start) * self.shape.layer_token_bytes,
-        )
-        self._pieces.append(piece)
-        return piece
-
     def _give(self, piece: Piece) -> SendPiece:
         self._in_flight.setdefault(piece.key, set()).add(piece.number)
         return SendPiece(piece.key.decode, piece, self.block_table)
-
-    def _all_given(self, num_tokens: int) -> bool:
-        """Every position from the first lacked one on is covered, in every layer."""
-        covered = self._first_token_pos
-        for region in sorted(self._regions, key=lambda r: r.token_start):
-            if region.token_start <= covered:
-                if region.token_end > self._first_token_pos and region.layers_sent < self.shape.num_layers:
-                    return False
-                covered = max(covered, region.token_end)
-        return covered >= num_tokens
 
     def _withdraw(self) -> list[Action]:
         """Give an open reservation back and stop reading for it."""
@@ -416,9 +285,8 @@ class HandoverSender:
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the state and what was sent disagree."""
-        if self.commit_sent and self.state in _OPEN:
+        if self.commit_sent and self.state in OPEN:
             raise InvariantError(f"a Commit was sent but the hand-over is {self.state.name}")
         if self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED) and self.key is None:
             raise InvariantError("granted without a key")
-        if [piece.number for piece in self._pieces] != list(range(len(self._pieces))):
-            raise InvariantError("pieces are not numbered from 0 on")
+        self._plan.check_invariants()

@@ -22,10 +22,10 @@ from common.state.actions import (
     StopPieces,
 )
 from common.state.events import DrainRequested, Event
-from common.state.handover_send import KvShape
 from common.state.leg import Leg
 from common.state.links import LinkTable
 from common.state.node_core import NodeCore, NodeIdentity
+from common.state.piece_plan import KvShape
 from decode_node.core.leg import DecodeLeg
 from ops.simulate.clock import EventLoop
 from ops.simulate.costs import CostModel

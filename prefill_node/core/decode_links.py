@@ -23,7 +23,8 @@ from common.protocol.messages import (
 )
 from common.state.actions import Action, CloseKv, OpenKv, Send
 from common.state.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
-from common.state.handover_send import HandoverSender, SendState
+from common.state.handover_send import HandoverSender
+from common.state.handover_send_table import SendState
 from common.state.links import LinkState, LinkTable
 
 Answer = Granted | Queued | Refused | Committed | CommitRefused | Revoke

@@ -13,7 +13,9 @@ from common.scheduling.scheduler import Scheduler
 from common.scheduling.step import StepPlan
 from common.state.actions import Action, Send
 from common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
-from common.state.handover_send import HandoverSender, KvShape, NextToken, SendState
+from common.state.handover_send import HandoverSender, NextToken
+from common.state.handover_send_table import SendState
+from common.state.piece_plan import KvShape
 from prefill_node.core import reports
 from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.job import JobEvent, JobState, PrefillJob

@@ -12,7 +12,8 @@ from common.ids import Incarnation, PlanKey, RequestId
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.sequence import Status
 from common.state.actions import Action
-from common.state.handover_send import HandoverSender, SendState
+from common.state.handover_send import HandoverSender
+from common.state.handover_send_table import SendState
 from prefill_node.core.job import JobState, PrefillJob
 
 CURRENT = (JobState.QUEUED, JobState.COMPUTING, JobState.COMPUTED)

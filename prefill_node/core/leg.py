@@ -32,7 +32,7 @@ from common.scheduling.step import StepPlan
 from common.state.actions import Action, Send
 from common.state.clients import Client
 from common.state.events import Event, KvSendFailed, LayersDone, PieceSent, PiecesStopped, Tick
-from common.state.handover_send import KvShape
+from common.state.piece_plan import KvShape
 from prefill_node.core import reports
 from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.ferry import Ferry

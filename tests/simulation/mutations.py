@@ -13,7 +13,8 @@ import msgspec
 
 from common.state.clients import Client, ClientTable
 from common.state.handover_receive import PieceLedger
-from common.state.handover_send import HandoverSender, SendState
+from common.state.handover_send import HandoverSender
+from common.state.handover_send_table import SendState
 from common.state.links import LinkTable
 from common.state.node_core import NodeCore
 from decode_node.core.entries import EntryTable

@@ -31,9 +31,9 @@ from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.step import StepPlan, StepResult
 from common.state.actions import Action, RunStep, Send, SendPiece, StopPieces
 from common.state.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
-from common.state.handover_send import KvShape
 from common.state.links import LinkTable
 from common.state.node_core import NodeCore, NodeIdentity
+from common.state.piece_plan import KvShape
 from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.leg import PrefillLeg
 

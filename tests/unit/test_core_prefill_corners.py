@@ -43,7 +43,7 @@ from common.state.events import (
     StepDone,
     Tick,
 )
-from common.state.handover_send import SendState
+from common.state.handover_send_table import SendState
 from common.state.node_core import NodeCore
 from decode_node.core.leg import DecodeLeg
 from prefill_node.core.job import JobState
@@ -344,8 +344,8 @@ def damage_key(bench):
 def damage_numbers(bench):
     sender = sender_of(bench)
     bench.step(0.4)
-    sender._pieces.reverse()
-    sender._pieces.append(sender._pieces[0])
+    sender._plan._pieces.reverse()
+    sender._plan._pieces.append(sender._pieces[0])
 
 
 @pytest.mark.parametrize(
