@@ -345,7 +345,7 @@ def damage_numbers(bench):
     sender = sender_of(bench)
     bench.step(0.4)
     sender._plan._pieces.reverse()
-    sender._plan._pieces.append(sender._pieces[0])
+    sender._plan._pieces.append(sender._plan._pieces[0])
 
 
 @pytest.mark.parametrize(
