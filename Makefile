@@ -9,6 +9,8 @@
 #   make chaos    real processes under load that are killed, stopped and cut; CHAOS_ARGS="--faults 20" for less;
 #                 then the real model for a while, with CHAOS_REAL_ARGS
 #   make soak     100,000 short requests, goes on where it was stopped; then an abort storm. SOAK_ARGS, STORM_ARGS
+#   make torture  simulated schedules of faults on all cores, 10,000 or TORTURE_ARGS="--seeds N", "--minutes M"; goes on
+#                 where it was stopped
 #   make test-npu the NPU code against the real torch_npu, in an environment of its own; needs no NPU
 #   make clean    remove what the others made here; the model stays in the user's cache
 #
@@ -24,6 +26,7 @@ CHAOS_ARGS ?=
 CHAOS_REAL_ARGS ?=
 SOAK_ARGS ?=
 STORM_ARGS ?=
+TORTURE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CORE_TESTS := tests/simulation tests/unit/test_core_*.py tests/unit/test_scheduling_*.py tests/unit/test_kv_block_pool.py \
 	tests/unit/test_kv_hashing.py tests/property/test_scheduling_*.py tests/property/test_kv_block_pool_*.py
 
-.PHONY: setup model native demo serve check test chaos soak coverage test-npu clean
+.PHONY: setup model native demo serve check test chaos soak torture coverage test-npu clean
 
 setup: $(DEV) native model
 
@@ -92,6 +95,10 @@ chaos: $(DEV) model
 soak: $(DEV)
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
 	$(BIN)/python -m tests.chaos.storm $(STORM_ARGS)
+
+# State and report are in build/torture.
+torture: $(DEV)
+	$(BIN)/python -m tests.simulation.torture $(TORTURE_ARGS)
 
 test-npu:
 	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) -m ops.npu.check

@@ -32,6 +32,8 @@ class KvNetwork:
     _cuts: dict[frozenset[str], float] = field(default_factory=dict)
     breaks: dict[frozenset[str], int] = field(default_factory=dict)
     """How often the connections between two hosts broke: what was under way then is lost."""
+    num_lost: int = 0
+    num_damaged: int = 0
 
     def cut(self, host_a: str, host_b: str, duration_s: float) -> None:
         """Nothing passes between two hosts for this long; what is under way is lost."""
@@ -206,6 +208,8 @@ class KvSender:
         self, receiver: KvReceiver, piece: Piece, values: list[list[int]], pair: frozenset[str], breaks: int
     ) -> None:
         if self.network.breaks.get(pair, 0) != breaks and self.network.rng.random() < 0.7:
+            self.network.num_lost += 1
             return
         damaged = self.network.damaged_share > 0 and self.network.rng.random() < self.network.damaged_share
+        self.network.num_damaged += damaged
         receiver.arrive(piece, values, damaged)

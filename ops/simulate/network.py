@@ -48,6 +48,12 @@ class Network:
     """Listener -> client -> connection, while it stands."""
     on_message: Callable[[Process, Process, Envelope], None] | None = None
     """A look at every delivery, for tests."""
+    num_lost: int = 0
+    """Messages that were under way when their connection broke, and never came."""
+    num_late: int = 0
+    """Messages that were under way when their connection broke, and came by themselves."""
+    num_held: int = 0
+    """Messages that waited for a cut to heal, or were lost with it."""
 
     # -- what processes do
 
@@ -99,7 +105,7 @@ class Network:
         """A bare connection attempt."""
         listener = self.listeners.get(address)
         host = address if listener is None else listener.host
-        if self._is_cut(client.host, host) or self._is_cut(host, client.host):
+        if self.is_cut(client.host, host) or self.is_cut(host, client.host):
             self.loop.after(1.0, client.post, ProbeAnswered(address, "unknown"))
             return
         result = ProbeAnswered(address, "refused" if listener is None else "accepted")
@@ -147,7 +153,8 @@ class Network:
         pair = {host_a, host_b}
         return [c for c in self._links.values() if c.server is not None and {c.client.host, c.server.host} == pair]
 
-    def _is_cut(self, from_host: str, to_host: str) -> bool:
+    def is_cut(self, from_host: str, to_host: str) -> bool:
+        """Whether nothing passes this way now."""
         return self._cuts.get((from_host, to_host), 0.0) > self.loop.now()
 
     def _delay(self, from_host: str, to_host: str) -> float:
@@ -166,7 +173,7 @@ class Network:
         listener = self.listeners.get(connection.address)
         reachable = listener is not None and not (listener.frozen or client.frozen)
         if listener is not None and (
-            self._is_cut(client.host, listener.host) or self._is_cut(listener.host, client.host)
+            self.is_cut(client.host, listener.host) or self.is_cut(listener.host, client.host)
         ):
             reachable = False
         if listener is None or not reachable:
@@ -188,6 +195,7 @@ class Network:
     def _send(self, connection: Connection, direction: Direction, envelope: Envelope) -> None:
         if direction.held is not None:
             direction.held.append(envelope)
+            self.num_held += 1
             return
         assert connection.server is not None
         delay = self._delay(connection.client.host, connection.server.host)
@@ -222,9 +230,12 @@ class Network:
         if served is not None:
             served.pop(connection.client.incarnation, None)
         for direction, to_server in ((connection.to_server, True), (connection.to_client, False)):
+            num_flying = len(direction.flying)
             survivors = [flight.envelope for flight in direction.flying if self.rng.random() >= share_lost]
             direction.flying.clear()
             direction.held = None
+            self.num_late += len(survivors)
+            self.num_lost += num_flying - len(survivors)
             for envelope in survivors:  # in any order, and after what comes over the next connection
                 self.loop.after(0.9 * self.rng.random(), self._deliver, connection, to_server, server, envelope)
         if tell and connection.client.alive:
@@ -248,8 +259,8 @@ class Network:
         assert connection.server is not None
         client, server = connection.client.host, connection.server.host
         for direction, cut in (
-            (connection.to_server, self._is_cut(client, server)),
-            (connection.to_client, self._is_cut(server, client)),
+            (connection.to_server, self.is_cut(client, server)),
+            (connection.to_client, self.is_cut(server, client)),
         ):
             if cut and direction.held is None:
                 direction.held = []
@@ -260,11 +271,11 @@ class Network:
         if connection.life != life or connection.server is None:
             return
         client, server = connection.client.host, connection.server.host
-        if self._is_cut(client, server) or self._is_cut(server, client):
+        if self.is_cut(client, server) or self.is_cut(server, client):
             self._break(connection, share_lost=1.0, tell=True)
 
     def _heal(self, from_host: str, to_host: str) -> None:
-        if self._is_cut(from_host, to_host):
+        if self.is_cut(from_host, to_host):
             return  # cut again for longer
         for connection in self._between(from_host, to_host):
             assert connection.server is not None

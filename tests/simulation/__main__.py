@@ -1,18 +1,28 @@
 """Runs schedules: `python -m tests.simulation --seeds A:B [--profile NAME] [--nodes W,P,D] [--trace]`.
 
-Prints schedules a minute; stops at the first seed that fails, with the command that replays it. Exit code 1 then.
+Prints schedules a minute; stops at the first seed that fails, with the command that replays it, and the same defect in
+a schedule as short as can be found, with a command for that one. Exit code 1 then.
 """
 
 import argparse
 import sys
 import time
-import traceback
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
 
 from ops.simulate.process import Process
 from tests.simulation.draw import draw_plan
+from tests.simulation.plan import Plan
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
+from tests.simulation.shrink import shrink, tell
+from tests.simulation.trial import Failure, attempt, profile_of
+
+SHRUNK = Path("build/simulation")
+"""Short schedules are put here."""
 
 
 def say(line: str) -> None:
@@ -24,54 +34,93 @@ def say(line: str) -> None:
 def main() -> int:
     """See the module's docstring."""
     arguments = _parse()
-    first, end = (int(part) for part in arguments.seeds.split(":"))
-    names = list(PROFILES) if arguments.profile == "each" else [arguments.profile]
-    started, total, failures = time.perf_counter(), Counter[str](), 0
-    for number, seed in enumerate(range(first, end)):
-        name = names[number % len(names)]
-        if not _run_one(seed, name, arguments, total):
-            failures += 1
-            if failures > arguments.keep_going:
-                return 1
+    started, total, failures, tried = time.perf_counter(), Counter[str](), 0, 0
+    for plan, replay in _plans(arguments):
+        tried += 1
+        failures += not _run_one(plan, replay, arguments, total)
+        if failures > arguments.keep_going:
+            return 1
     elapsed = time.perf_counter() - started
     for what, count in sorted(total.items(), key=lambda item: -item[1]):
         if arguments.verbose or not what.startswith(("quiet", " ")):
             say(f"{count:8} {what}")
-    say(f"{end - first} schedules, {failures} failed, {60 * (end - first) / elapsed:.0f} a minute")
+    say(f"{tried} schedules, {failures} failed, {60 * tried / elapsed:.0f} a minute")
     return 1 if failures else 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Simulated schedules of faults.")
-    parser.add_argument("--seeds", default="0:100", help="half-open range A:B")
+    parser.add_argument("--seeds", default=(0, 100), type=_range, help="half-open range A:B (0:100)")
     parser.add_argument("--profile", default="all", choices=[*PROFILES, "each"])
-    parser.add_argument("--nodes", default="", help="numbers of workers, prefill and decode nodes, as W,P,D")
+    parser.add_argument("--nodes", default=None, type=_counts, help="numbers of workers, prefill, decode nodes: W,P,D")
+    parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="this schedule, in place of those of seeds")
     parser.add_argument("--check-every", type=int, default=64, help="check cores after every n-th event of a process")
     parser.add_argument("--keep-going", type=int, default=0, help="stop only after this many more failures")
-    parser.add_argument("--trace", action="store_true", help="print every event and action")
+    parser.add_argument("--no-shrink", action="store_true", help="leave a failing schedule as long as it is")
+    parser.add_argument("--trace", action="store_true", help="print every event and action; nothing is shrunk then")
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args()
 
 
-def _run_one(seed: int, name: str, arguments: argparse.Namespace, total: Counter[str]) -> bool:
-    counts = tuple(int(part) for part in arguments.nodes.split(",")) if arguments.nodes else None
-    plan = draw_plan(seed, name, counts)  # type: ignore[arg-type]
+def _range(text: str) -> tuple[int, int]:
+    first, _, end = text.partition(":")
+    return int(first), int(end)
+
+
+def _counts(text: str) -> tuple[int, int, int]:
+    workers, prefill, decode = (int(part) for part in text.split(","))
+    return workers, prefill, decode
+
+
+def _schedule(text: str) -> tuple[Plan, str]:
+    try:
+        return Plan.load(Path(text)), text
+    except (OSError, msgspec.DecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def _plans(arguments: argparse.Namespace) -> Iterator[tuple[Plan, str]]:
+    """Each schedule, and the arguments that give it again."""
+    if arguments.schedule is not None:
+        plan, path = arguments.schedule
+        yield plan, f"--schedule {path}"
+        return
+    counts = arguments.nodes
+    nodes = " --nodes " + ",".join(map(str, counts)) if counts else ""
+    for seed in range(*arguments.seeds):
+        name = profile_of(arguments.profile, seed)
+        yield draw_plan(seed, name, counts), f"--seeds {seed}:{seed + 1} --profile {name}{nodes}"
+
+
+def _run_one(plan: Plan, replay: str, arguments: argparse.Namespace, total: Counter[str]) -> bool:
     run = Run(plan, arguments.check_every)
     if arguments.trace:
         run.watch.also = lambda process, what: _show(run, process, what)
-        for deed in plan.deeds:
-            say(f"plan {deed}")
-    try:
-        total.update(run.run())
-        total.update({f"  {what}": count for what, count in run.watch.counts.items()})
-    except Exception as error:  # noqa: BLE001  (whatever a core raises is a finding)
-        nodes = f" --nodes {arguments.nodes}" if arguments.nodes else ""
-        say(f"seed {seed} ({name}) at {run.world.loop.now():.3f} s: {type(error).__name__}: {error}")
-        if not arguments.keep_going:
-            say("".join(traceback.format_exception(error, limit=-8)))
-        say(f"replay: python -m tests.simulation --seeds {seed}:{seed + 1} --profile {name}{nodes} --trace")
-        return False
-    return True
+        for line in tell(plan):
+            say(line)
+    failure = attempt(run)
+    total.update(run.counts)
+    total.update({f"  {what}": count for what, count in (run.watch.counts + run.faults.total()).items()})
+    if failure is None:
+        return True
+    say(f"seed {plan.seed} ({plan.profile}) at {failure.at_s:.3f} s: {failure.text}")
+    if not arguments.keep_going:
+        say(failure.where)
+    say(f"replay: python -m tests.simulation {replay} --trace")
+    if not (arguments.no_shrink or arguments.trace or arguments.schedule):
+        show_shrunk(plan, failure, SHRUNK)
+    return False
+
+
+def show_shrunk(plan: Plan, failure: Failure, directory: Path) -> None:
+    """Shrink it, keep it in a file, print it."""
+    short, how = shrink(plan, failure)
+    path = directory / f"{plan.profile}-{plan.seed}.json"
+    short.save(path)
+    say(f"shrunk from {len(plan.deeds)} to {len(short.deeds)} deeds; at {how.at_s:.3f} s: {how.text}")
+    for line in tell(short):
+        say(line)
+    say(f"replay: python -m tests.simulation --schedule {path} --trace")
 
 
 def _show(run: Run, process: Process, what: object) -> None:

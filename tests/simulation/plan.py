@@ -1,18 +1,20 @@
 """A schedule as plain data: a cluster and a list of timed deeds. Drawn by `draw.py`, carried out by `run.py`.
 
 Nothing random is left in it but the network's delays, which come from the seed. Leaving deeds out gives another valid
-schedule: that is what shrinking does.
+schedule: that is what shrinking does. A schedule can be kept in a file (JSON) and is the same when it is read again.
 """
 
-from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 from ops.simulate.network import Delays
 from ops.simulate.node import NodeSpec
 from ops.simulate.worker import WorkerSpec
+from tests.support.files import write_whole
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True, tag=True):
     """A client sends a request."""
 
     at: float
@@ -26,16 +28,14 @@ class Ask:
     poisoned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(msgspec.Struct, frozen=True, tag=True):
     """The client of a request closes its connection."""
 
     at: float
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Crash:
+class Crash(msgspec.Struct, frozen=True, tag=True):
     """kill -9, in the middle of a list of actions; a new life starts at the same address `restart_s` later."""
 
     at: float
@@ -44,8 +44,7 @@ class Crash:
     restart_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True, tag=True):
     """SIGTERM; a new life starts at the same address `restart_s` after the end of the old one."""
 
     at: float
@@ -53,8 +52,7 @@ class Drain:
     restart_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Freeze:
+class Freeze(msgspec.Struct, frozen=True, tag=True):
     """SIGSTOP, then SIGCONT."""
 
     at: float
@@ -62,8 +60,7 @@ class Freeze:
     duration_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Wedge:
+class Wedge(msgspec.Struct, frozen=True, tag=True):
     """The engine's step never ends; the process is restarted when it gives up on it, or after `restart_s`."""
 
     at: float
@@ -71,8 +68,7 @@ class Wedge:
     restart_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Blip:
+class Blip(msgspec.Struct, frozen=True, tag=True):
     """Connections between two hosts break and are made again: some of what was under way is lost or overtaken."""
 
     at: float
@@ -81,8 +77,7 @@ class Blip:
     kv: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, tag=True):
     """Nothing passes from one host to another (both ways for KV)."""
 
     at: float
@@ -92,8 +87,7 @@ class Cut:
     kv: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Slow:
+class Slow(msgspec.Struct, frozen=True, tag=True):
     """Everything from and to a host takes that much longer for a while."""
 
     at: float
@@ -105,8 +99,7 @@ class Slow:
 Deed = Ask | Leave | Crash | Drain | Freeze | Wedge | Blip | Cut | Slow
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """All of one schedule."""
 
     seed: int
@@ -116,9 +109,18 @@ class Plan:
     delays: Delays
     static: bool
     damaged_share: float
-    deeds: tuple[Deed, ...] = field(default=())
+    deeds: tuple[Deed, ...] = ()
 
     @property
     def troubled(self) -> bool:
         """Whether anything but asking, leaving and delay happens."""
         return self.damaged_share > 0 or any(not isinstance(deed, Ask | Leave) for deed in self.deeds)
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        write_whole(path, msgspec.json.format(msgspec.json.encode(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> "Plan":
+        """Read it from a file. Raises OSError, or msgspec.DecodeError when it is no schedule."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)

@@ -1,8 +1,7 @@
 """Schedules of every profile through the real cores; the command line runs thousands more."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from tests.simulation.draw import draw_plan
 from tests.simulation.profiles import PROFILES

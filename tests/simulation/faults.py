@@ -1,0 +1,151 @@
+"""Carries out the faults of a schedule on a world, and knows when the last of them is over. Judges nothing."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ops.simulate.node import SimNode
+from ops.simulate.process import Process
+from ops.simulate.worker import SimWorker
+from ops.simulate.world import World
+from tests.simulation.checks import Violation
+from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Plan, Slow, Wedge
+
+NOTICE_S = 3.0
+"""After the end of a node, until no request waits there any more."""
+CRASH_AT_MOST_S = 0.5
+"""A process that is to die at its n-th action and does not come so far dies after this time."""
+POLL_S = 0.25
+
+
+@dataclass(slots=True)
+class Faults:
+    """What befalls the processes and the network of one schedule."""
+
+    plan: Plan
+    world: World
+    check_notice: Callable[[Process], None]
+    """Asked when nobody may rest on a process any more."""
+    calm_at: float = 0.0
+    """When the last fault is over, as far as that is known."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What happened: a deed that found nothing to do is not counted."""
+
+    @property
+    def frozen_s(self) -> float:
+        """How long processes stand still, all in all."""
+        return sum(deed.duration_s for deed in self.plan.deeds if isinstance(deed, Freeze))
+
+    @property
+    def notice_s(self) -> float:
+        """After the end of a node: until everybody knows, with freezes and the slowest message."""
+        slow = [deed.extra_s for deed in self.plan.deeds if isinstance(deed, Slow)]
+        delays = self.plan.delays
+        slowest_s = 0.9 + delays.base_s + delays.jitter_s + delays.slow_s + 2 * max(slow, default=0.0)
+        return NOTICE_S + self.frozen_s + slowest_s
+
+    def do(self, deed: Deed) -> None:
+        """Now."""
+        self._later(0.0)
+        match deed:
+            case Crash(_, host, after_actions, restart_s):
+                self._crash(host, after_actions, restart_s)
+            case Drain(_, host, restart_s):
+                process = self._process(host)
+                if isinstance(process, SimNode | SimWorker):
+                    self.counts["drain of a worker" if isinstance(process, SimWorker) else "drain of a node"] += 1
+                    process.drain()
+                    self._watch_drain(process, restart_s, self.world.loop.now())
+            case Freeze(_, host, duration_s):
+                self._freeze(host, duration_s)
+            case Wedge(_, host, restart_s):
+                process = self._process(host)
+                if isinstance(process, SimNode):
+                    self.counts["engine wedged"] += 1
+                    process.wedge()
+                    self._later(restart_s)
+                    self.world.loop.after(restart_s, self._unwedge, process)
+            case Blip(_, host_a, host_b, kv):
+                self.counts["KV connection broken" if kv else "connection broken"] += 1
+                (self.world.kv if kv else self.world.network).blip(host_a, host_b)
+            case Cut(_, from_host, to_host, duration_s, kv):
+                (self.world.kv if kv else self.world.network).cut(from_host, to_host, duration_s)
+                self._later(duration_s)
+                self.world.loop.after(0.0, self._count_cut, deed)
+            case Slow(_, host, extra_s, duration_s):
+                self.counts["slow host"] += 1
+                self.world.network.slow_hosts[host] = extra_s
+                self._later(duration_s)
+                self.world.loop.after(duration_s, self.world.network.speed_up, host)
+            case Ask() | Leave():
+                raise TypeError(f"{deed} is no fault")
+
+    def restart(self, process: Process) -> None:
+        """A new life at the same address, unless there is one or the old one lives."""
+        latest = self.world.workers.get(process.host) or self.world.nodes.get(process.host)
+        if latest is process and not process.alive:
+            self.counts["restart at the same address"] += 1
+            self.world.restart(process)
+
+    def total(self) -> Counter[str]:
+        """All that befell, with what the network did by itself."""
+        network, kv = self.world.network, self.world.kv
+        own = {
+            "message lost with its connection": network.num_lost,
+            "message late after its connection": network.num_late,
+            "message held by a cut": network.num_held,
+            "piece lost": kv.num_lost,
+            "piece damaged": kv.num_damaged,
+        }
+        return self.counts + Counter(own)
+
+    # -- one kind each
+
+    def _later(self, seconds: float) -> None:
+        self.calm_at = max(self.calm_at, self.world.loop.now() + seconds)
+
+    def _process(self, host: str) -> Process | None:
+        process = self.world.workers.get(host) or self.world.nodes.get(host)
+        return process if process is not None and process.alive else None
+
+    def _crash(self, host: str, after_actions: int, restart_s: float) -> None:
+        process, loop = self._process(host), self.world.loop
+        if process is not None:
+            process.crash_after_actions = after_actions
+            loop.after(CRASH_AT_MOST_S, process.end, "crash")
+            self._later(CRASH_AT_MOST_S + restart_s)
+            loop.after(CRASH_AT_MOST_S + restart_s, self.restart, process)
+
+    def _freeze(self, host: str, duration_s: float) -> None:
+        process, loop = self._process(host), self.world.loop
+        if process is not None and not process.frozen:
+            self.counts["freeze and thaw"] += 1
+            process.freeze()
+            loop.after(self.notice_s - duration_s, self.check_notice, process)
+            self._later(duration_s)
+            loop.after(duration_s, process.thaw)
+
+    def _unwedge(self, process: SimNode) -> None:
+        process.end("wedged")
+        self.restart(process)
+
+    def _count_cut(self, deed: Cut) -> None:
+        """After all that happens at the same moment: a partition is two cuts."""
+        if deed.kv:
+            self.counts["KV partition"] += 1
+        elif not self.world.network.is_cut(deed.to_host, deed.from_host):
+            self.counts["partition, one way"] += 1
+        elif deed.from_host < deed.to_host:
+            self.counts["partition, both ways"] += 1
+
+    def _watch_drain(self, process: SimNode | SimWorker, restart_s: float, since: float) -> None:
+        loop = self.world.loop
+        timers = process.spec.timers
+        bound = timers.node_drain_s + 2 * timers.dead_after_s if isinstance(process, SimNode) else timers.worker_drain_s
+        self._later(restart_s + POLL_S)
+        if not process.alive:
+            loop.after(restart_s, self.restart, process)
+        elif loop.now() - since > bound + 1.0 + self.frozen_s:
+            raise Violation(f"{process.host} has not ended {loop.now() - since:.1f} s after SIGTERM")
+        else:
+            loop.after(POLL_S, self._watch_drain, process, restart_s, since)
