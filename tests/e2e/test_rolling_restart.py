@@ -1,0 +1,108 @@
+"""Every process is replaced, one after the other, while a crowd asks: nobody whose connection lives loses a request."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+import pytest
+
+from tests.chaos.asks import Sizes, pool
+from tests.chaos.client import End, Record
+from tests.chaos.crowd import Crowd, Target, learn
+from tests.e2e.conftest import Serve
+from tests.support.infer_cases import VOCAB_SIZE
+from tests.support.node_watch import NodeWatch
+from tests.support.serve import Served, wait_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+PAIRS = (("prefill-0", "decode-0"), ("prefill-1", "decode-1"))
+NODES = tuple(chain.from_iterable(PAIRS))
+CLIENTS = 8
+THINK_S = 0.2
+FINE = {End.COMPLETE, End.LEFT, End.TIMEOUT, End.IDLE_CLOSED}
+"""A kept-alive connection may be closed by the worker just as the next request is sent: any HTTP client knows that."""
+AGAIN = FINE | {End.REFUSED}
+"""A worker that is leaving answers 503 on a connection that it still has, before any work."""
+
+
+@pytest.fixture(scope="module")
+def cluster(serve: Serve) -> Iterator[Served]:
+    with serve(prefill=2, decode=2, settings={"serve.restart_min_s": 0.1}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def watch(cluster: Served) -> Iterator[NodeWatch]:
+    with NodeWatch(cluster.members_endpoint()) as watch:
+        yield watch
+
+
+@pytest.fixture(scope="module")
+def target(cluster: Served) -> Target:
+    """What the crowd asks for, and what the undisturbed cluster answers."""
+    target = Target(cluster.port, cluster.model, pool(3, 32, Sizes(outputs=(1, 8, 60, 200), vocab_size=VOCAB_SIZE)))
+    target.truths = asyncio.run(learn(target))
+    return target
+
+
+def crowd_meets(target: Target, *restarts: Callable[[], None]) -> list[Record]:
+    """Let a crowd ask before, while and after each of these happens."""
+
+    async def run() -> list[Record]:
+        crowd = Crowd(target, 5, CLIENTS, THINK_S)
+        answered = asyncio.Event()
+        crowding = asyncio.ensure_future(crowd.run(lambda _: answered.set()))
+        for restart in (*restarts, lambda: None):
+            for _ in range(2 * CLIENTS):
+                answered.clear()
+                await answered.wait()
+            await asyncio.to_thread(restart)
+        crowd.stop()
+        await crowding
+        return crowd.records
+
+    return asyncio.run(run())
+
+
+def restart_nodes(cluster: Served, watch: NodeWatch, names: Sequence[str]) -> None:
+    """SIGTERM, and wait until their next lives serve."""
+    lives = {name: watch.views()[name].said[0] for name in names}
+    for name in names:
+        cluster.node(name).terminate()
+    wait_until(lambda: all(watch.views()[name].said[0] != lives[name] for name in names), f"{names} are back", 120.0)
+
+
+def replace_workers(cluster: Served) -> None:
+    """What gunicorn does at SIGHUP: new workers first, then the old ones finish what they have."""
+    old = {worker.pid for worker in cluster.workers()}
+    cluster.node("router").send_signal(signal.SIGHUP)
+    wait_until(lambda: len(now := {w.pid for w in cluster.workers()}) == 2 and not now & old, "all are new", 90.0)
+    wait_until(cluster.is_ready, "the new ones serve", 90.0)
+
+
+def restart_proxy(cluster: Served) -> None:
+    """Nobody needs it while nothing new comes."""
+    old = cluster.node("proxy")
+    old.terminate()
+    wait_until(lambda: cluster.children().get("proxy", old).pid != old.pid, "the proxy is back", 60.0)
+
+
+def wrong_of(records: list[Record], allowed: set[End]) -> list[Record]:
+    """Records that ended otherwise, or with other tokens."""
+    return [record for record in records if record.wrong or record.end not in allowed]
+
+
+def test_nodes_and_proxy(cluster: Served, watch: NodeWatch, target: Target) -> None:
+    """Nobody notices."""
+    nodes = [partial(restart_nodes, cluster, watch, pair) for pair in PAIRS]
+    assert wrong_of(crowd_meets(target, *nodes, partial(restart_proxy, cluster)), FINE) == []
+    watch.wait_idle(*NODES)
+
+
+def test_workers(cluster: Served, watch: NodeWatch, target: Target) -> None:
+    """Answers under way are finished by the worker that began them."""
+    records = crowd_meets(target, partial(replace_workers, cluster))
+    assert wrong_of(records, AGAIN) == []
+    watch.wait_idle(*NODES)
