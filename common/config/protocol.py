@@ -29,6 +29,8 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Without an answer to Reserve: next candidate."""
     queued_wait_s: float = 5.0
     """After Queued: next candidate."""
+    grant_idle_s: float = 5.0
+    """While others wait for room: a grant for which no piece came for this long is taken back."""
     repeat_s: float = 0.5
     """Between repetitions of Reserve and of Commit."""
     commit_wait_s: float = 5.0

@@ -176,8 +176,8 @@ class DecodeLeg:
     # -- time
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines and missing pieces."""
-        actions: list[Action] = []
+        """Deadlines, missing pieces, grants that are not used."""
+        actions = self._reservations.take_back_unused(now)
         for entry in self.entries:
             if entry.is_record:
                 continue

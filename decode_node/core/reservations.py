@@ -1,12 +1,16 @@
-"""Who gets room on the decode node: Reserve, Granted, Queued, Refused. Pure. PROTOCOL rules 13, 16, 18, 27."""
+"""Who gets room on the decode node, and who has to give it back: Reserve, Granted, Queued, Refused, Revoke. Pure.
 
-from collections.abc import Callable
+PROTOCOL rules 13, 16, 18, 27, 28.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.config.protocol import Limits, Timers
 from common.errors import RequestInvalidError
 from common.ids import PlanKey
 from common.protocol.messages import Granted, Queued, Refused, Reserve, Revoke
+from common.scheduling.waiting_queue import effective_class
 from common.state.actions import Action, ExpectPieces, Send
 from common.state.clients import Client, ClientTable
 from common.state.handover_receive import PieceLedger, ReceiveEvent, ReceiveState
@@ -99,21 +103,54 @@ class Reservations:
         actions: list[Action] = []
         for entry in sorted(self.entries.queued.values(), key=lambda e: self._rank(e, now)):
             if not self._reserve(entry, now):
+                actions += self._make_room(entry, now)
+            if entry.state is ReceiveState.QUEUED:
                 break
             del self.entries.queued[entry.key]
             actions += self._granted(entry)
         return actions
 
+    def _class(self, entry: Entry, now: float) -> int:
+        return effective_class(entry.spec.priority, entry.spec.accepted_at, now, self.timers.aging_s)
+
     def _rank(self, entry: Entry, now: float) -> tuple[int, float]:
-        waited = now - entry.spec.accepted_at
-        return (entry.spec.priority - int(waited // self.timers.aging_s), entry.spec.accepted_at)
+        return (self._class(entry, now), entry.spec.accepted_at)
+
+    # -- what was granted is taken back
+
+    def _make_room(self, head: Entry, now: float) -> list[Action]:
+        """Reservations of worse classes give way to the head of the queue if that can help, the worst ones first."""
+        level = self._class(head, now)
+        victims = [e for e in self.entries if e.state is ReceiveState.RESERVED and self._class(e, now) > level]
+        if not victims or not self._would_suffice(victims, head):
+            return []
+        actions: list[Action] = []
+        for victim in sorted(victims, key=lambda e: self._rank(e, now), reverse=True):
+            actions += self._revoke(victim, "priority")
+            if self._reserve(head, now):
+                break
+        return actions
+
+    def _would_suffice(self, victims: Sequence[Entry], head: Entry) -> bool:
+        scheduler = self.entries.scheduler
+        load = scheduler.load()
+        held = sum(len(scheduler.block_table(e.seq_id)) for e in victims if e.seq_id is not None)
+        return (load.free_blocks + held) * load.block_size >= head.spec.tokens_to_start
+
+    def take_back_unused(self, now: float) -> list[Action]:
+        """While others wait: grants that no piece has come for in `grant_idle_s`."""
+        actions: list[Action] = []
+        for entry in self.entries if self.entries.queued else ():
+            ledger = entry.ledger
+            if entry.state is ReceiveState.RESERVED and ledger and now - ledger.last_arrival > self.timers.grant_idle_s:
+                actions += self._revoke(entry, "time")
+        return actions
+
+    def _revoke(self, entry: Entry, reason: str) -> list[Action]:
+        """Not committed, so nobody rests on it: its prefill node asks the next candidate."""
+        return [*self.entries.drop(entry), Send(entry.key.prefill, Revoke(key=entry.key, reason=reason))]
 
     def drain(self) -> list[Action]:
         """Grant nothing more; what is not committed is taken back."""
         self.draining = True
-        actions: list[Action] = []
-        for entry in self.entries:
-            if entry.is_open:
-                revoke = Send(entry.key.prefill, Revoke(key=entry.key, reason="draining"))
-                actions += [*self.entries.drop(entry), revoke]
-        return actions
+        return [action for entry in self.entries if entry.is_open for action in self._revoke(entry, "draining")]

@@ -133,7 +133,7 @@ class Reports:
             return self.requests.end(request, "error", error, now, message.reason)
         if message.reason == "overloaded" and request.attempt == 1:
             return self.requests.end(request, "error", OverloadedError(detail), now, message.reason)
-        if message.commit_sent or message.reason == "lost":
+        if message.reason != "revoked" and (message.commit_sent or message.reason == "lost"):
             if message.decode is not None:
                 self.planner.penalise(request.plan.prefill, message.decode, now)
             request.losses += 1

@@ -56,19 +56,22 @@ class Bench:
         return self.done(self.leg.on_list(self.worker, now), now)
 
     def reserve(self, now: float = 0.1, *, plan_no: int = 1, key: TransferKey | None = None, priority: int = 3):
-        message = Reserve(
-            key=key or self.key(),
+        message = self.message(key or self.key(), plan_no=plan_no, priority=priority)
+        return self.done(self.leg.on_message(self.prefill, message, now), now)
+
+    def message(self, key: TransferKey, *, plan_no: int = 1, prompt: int = 6, priority: int = 3) -> Reserve:
+        return Reserve(
+            key=key,
             transfer_no=1,
             plan_no=plan_no,
             worker=WORKER,
-            prompt_token_ids=array("I", range(10, 16)),
+            prompt_token_ids=array("I", range(10, 10 + prompt)),
             output_token_ids=array("I"),
             sampling=SamplingParams(max_new_tokens=4),
             priority=priority,
             remaining_ms=60_000,
             waited_ms=0,
         )
-        return self.done(self.leg.on_message(self.prefill, message, now), now)
 
     def commit(self, now: float = 0.2, pieces: int = 2):
         message = Commit(key=self.key(), num_pieces=pieces, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)

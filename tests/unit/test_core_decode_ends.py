@@ -90,7 +90,7 @@ def test_what_finds_no_room_is_queued_and_granted_in_its_turn():
 def test_the_better_class_goes_first_until_the_other_has_waited_long(asked_at, first):
     """Rule 17 on this leg: class, raised by waiting, then age; and nobody overtakes the head."""
     bench = make_bench(num_blocks=4)
-    bench.reserve()
+    bench.reserve(priority=1)
     bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
     bench.list_of_worker(asked_at, as_of=0)
     bench.reserve(asked_at, key=bench.key(request=OTHERS[2]), priority=1)

@@ -1,0 +1,114 @@
+"""What was granted can be taken back while it is not committed: rule 28, at decode node, prefill node and worker."""
+
+from common.config.protocol import Timers
+from common.ids import RequestId
+from common.protocol.messages import CommitRefused, Granted, HandoverFailed, Queued, Reserve, Revoke
+from common.state.actions import ForgetPieces
+from router.core.table import RequestState
+from tests.support.prefill_bench import DECODES, PrefillBench
+from tests.unit.test_core_decode import REQUEST, said
+from tests.unit.test_core_decode_ends import OTHERS, make_bench, run, step
+from tests.unit.test_core_router_losses import Bench as RouterBench
+from tests.unit.test_core_router_losses import failed
+from tests.unit.test_core_router_losses import request as request_at
+
+IDLE_S = Timers().grant_idle_s
+
+
+def revoked(actions) -> list[tuple[RequestId, str]]:
+    return [(message.key.request_id, message.reason) for message in said(actions, Revoke)]
+
+
+# -- a better class
+
+
+def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst_first():
+    bench = make_bench(num_blocks=12)
+    for number, priority in ((0, 4), (1, 5), (2, 5)):
+        bench.reserve(0.1 + number, key=bench.key(request=OTHERS[number]), priority=priority)
+        bench.list_of_worker(0.1 + number, as_of=0)
+    better = bench.key(request=REQUEST)
+    actions = bench.reserve(3.0, key=better, priority=1)
+    assert revoked(actions) == [(OTHERS[2], "priority")]
+    assert ForgetPieces(bench.key(request=OTHERS[2])) in actions
+    assert [type(message) for message in said(actions, Queued | Granted)] == [Queued, Granted]
+    assert {entry.key.request_id for entry in bench.leg.entries} == {OTHERS[0], OTHERS[1], REQUEST}
+
+
+def test_an_equal_class_does_not_give_way():
+    bench = make_bench(num_blocks=4)
+    bench.reserve(priority=3)
+    assert revoked(bench.reserve(0.2, key=bench.key(request=OTHERS[1]), priority=3)) == []
+
+
+def test_who_has_waited_long_does_not_give_way():
+    """Rule 17 holds here as well: a class is raised by waiting."""
+    bench = make_bench(num_blocks=4)
+    bench.reserve(0.1, priority=3)
+    bench.list_of_worker(21.0, as_of=0)
+    assert revoked(bench.reserve(21.0, key=bench.key(request=OTHERS[1]), priority=1)) == []
+
+
+def test_what_is_committed_is_never_taken_back():
+    bench = make_bench(num_blocks=3)
+    bench.reserve(priority=5)
+    bench.commit()
+    assert revoked(bench.reserve(0.3, key=bench.key(request=OTHERS[1]), priority=1)) == []
+
+
+def test_nobody_gives_way_when_that_would_not_make_room():
+    bench = make_bench(num_blocks=7)
+    run(bench)
+    step(bench, 0.3)  # it holds two blocks and decodes
+    bench.reserve(0.4, key=bench.key(request=OTHERS[1]), priority=5)
+    long = bench.key(request=OTHERS[2])
+    message = bench.message(long, prompt=24, priority=1)
+    actions = bench.done(bench.leg.on_message(bench.prefill, message, 0.5), 0.5)
+    assert [type(action.message) for action in actions] == [Queued]
+
+
+# -- time
+
+
+def test_a_grant_that_is_not_used_is_taken_back_while_others_wait():
+    bench = make_bench(num_blocks=4)
+    bench.reserve(0.1)
+    waiting = bench.key(request=OTHERS[1])
+    bench.reserve(0.2, key=waiting)
+    assert bench.done(bench.leg.tick(0.1 + IDLE_S), 0.1 + IDLE_S) == []
+    actions = bench.done(bench.leg.tick(0.2 + IDLE_S), 0.2 + IDLE_S)
+    assert revoked(actions) == [(REQUEST, "time")]
+    assert [granted.key for granted in said(actions, Granted)] == [waiting]
+
+
+def test_a_grant_whose_pieces_come_is_used():
+    bench = make_bench(num_blocks=4)
+    bench.reserve(0.1)
+    bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
+    bench.arrives(0, 3.0)
+    assert revoked(bench.leg.tick(0.2 + IDLE_S)) == []
+
+
+def test_a_grant_that_is_not_used_stays_while_nobody_waits():
+    bench = make_bench(num_blocks=4)
+    bench.reserve(0.1)
+    assert bench.leg.tick(30.0) == []
+
+
+# -- what follows
+
+
+def test_a_revoke_that_crosses_the_commit_costs_no_attempt():
+    """Rule 34: the decode node never owned it, so this is a refusal."""
+    bench = PrefillBench()
+    bench.link_up()
+    reserve = said(bench.job(), Reserve)[0]
+    bench.grant(reserve, 0.2)
+    bench.step(0.3)
+    told = said(bench.hear(DECODES[0], Revoke(key=reserve.key, reason="priority"), 0.4), HandoverFailed)[0]
+    assert (told.reason, told.commit_sent, told.held) == ("revoked", True, True)
+    assert bench.hear(DECODES[0], CommitRefused(key=reserve.key, reason="not_reserved"), 0.5) == []
+    router = RouterBench()
+    router.submit()
+    failed(router, 0.2, reason="revoked", commit_sent=True, held=True)
+    assert (request_at(router).state, request_at(router).losses) == (RequestState.WAITING, 0)
