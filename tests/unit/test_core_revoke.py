@@ -8,7 +8,7 @@ from router.core.table import RequestState
 from tests.support.prefill_bench import DECODES, PrefillBench
 from tests.unit.test_core_decode import REQUEST, said
 from tests.unit.test_core_decode_ends import OTHERS, make_bench, run, step
-from tests.unit.test_core_router_losses import Bench as RouterBench
+from tests.unit.test_core_router import Bench as RouterBench
 from tests.unit.test_core_router_losses import failed
 from tests.unit.test_core_router_losses import request as request_at
 
