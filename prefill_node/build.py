@@ -2,13 +2,14 @@
 
 from common.node.build import LegContext
 from common.protocol.messages import Hello
+from common.state.leg import GoesOnHere
 from common.state.links import LinkTable
 from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.leg import PrefillLeg
 
 
-def make_leg(context: LegContext) -> PrefillLeg:
-    """The leg of a prefill node."""
+def make_leg(context: LegContext, here: GoesOnHere | None = None) -> PrefillLeg:
+    """The leg of a prefill node; `here` is the decode leg of the same process, if it has one."""
     hello = Hello(kind="prefill", name=context.name, compatibility=context.compatibility)
     return PrefillLeg(
         me=context.incarnation,
@@ -19,4 +20,5 @@ def make_leg(context: LegContext) -> PrefillLeg:
         decodes=DecodeLinks(LinkTable(hello, context.timers)),
         num_blocks=context.num_blocks,
         block_size=context.block_size,
+        here=here,
     )

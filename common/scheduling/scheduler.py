@@ -249,6 +249,11 @@ class Scheduler:
             preemptions=self._planner.num_preemptions,
         )
 
+    @property
+    def live_ids(self) -> tuple[int, ...]:
+        """Sequences that have not ended."""
+        return self._table.live_ids
+
     def is_quiescent(self) -> bool:
         """No sequence, no step in flight, no block held."""
         return not len(self._table) and not self._in_flight and self._pool.num_held == 0

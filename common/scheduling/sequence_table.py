@@ -37,6 +37,11 @@ class SequenceTable:
         """What `create` will give: blocks can be acquired under it before the sequence exists."""
         return self._last_id + 1
 
+    @property
+    def live_ids(self) -> tuple[int, ...]:
+        """All that have not ended."""
+        return tuple(seq_id for seq_id, seq in self._sequences.items() if seq.status is not Status.ENDED)
+
     def find(self, seq_id: int) -> Sequence | None:
         """None: not known (any more)."""
         return self._sequences.get(seq_id)

@@ -9,6 +9,7 @@ FAILED      no token could be drawn
 GIVEN_BACK  preempted, or drained: it goes on elsewhere
 LOST        it cannot go on here: pieces or time are missing
 The last four are records without blocks, kept until the worker's list no longer has them.
+A request whose prompt was computed in this very process is RUNNING at once: it has its blocks, and no pieces come.
 
 PROTOCOL rules 15, 16, 23 to 27.
 """
@@ -41,6 +42,8 @@ class ReceiveEvent(Enum):
     """There is room."""
     COMMIT = auto()
     """The prefill node hands it over."""
+    GO_ON_HERE = auto()
+    """The prefill leg of this process has computed it."""
     COMPLETE = auto()
     """The last missing piece is there, and all are right."""
     FINISH = auto()
@@ -59,6 +62,7 @@ RECEIVE_TABLE = Table(
     _S.QUEUED,
     {
         (_S.QUEUED, _E.GRANT): _S.RESERVED,
+        (_S.QUEUED, _E.GO_ON_HERE): _S.RUNNING,
         (_S.RESERVED, _E.COMMIT): _S.OWNED,
         (_S.OWNED, _E.COMPLETE): _S.RUNNING,
         (_S.OWNED, _E.LOSE): _S.LOST,

@@ -1,8 +1,13 @@
-"""What a node core asks of the legs plugged into it. Types only; the legs live in prefill_node and decode_node."""
+"""What a node core asks of the legs plugged into it, and what passes between two legs of one process. Types only.
 
+The legs live in prefill_node and decode_node, and know one another by these types alone.
+"""
+
+from array import array
+from dataclasses import dataclass
 from typing import Protocol
 
-from common.ids import RequestId
+from common.ids import Incarnation, RequestId, TransferKey
 from common.protocol.messages import Message, Role
 from common.scheduling.events import SchedulerEvent
 from common.scheduling.sequence import SequenceSpec
@@ -41,8 +46,12 @@ class Leg(Protocol):
         """A link, transport or layer event."""
         ...
 
+    def owns(self, seq_id: int) -> bool:
+        """Whether the scheduler's sequence is this leg's. It is one leg's at a time."""
+        ...
+
     def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
-        """The scheduler says something of a sequence; [] for sequences of others."""
+        """The scheduler says something of a sequence that this leg owns."""
         ...
 
     def may_start(self, spec: SequenceSpec) -> bool:
@@ -75,4 +84,40 @@ class Leg(Protocol):
 
     def check_invariants(self) -> None:
         """Raises InvariantError when its tables disagree."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedHere:
+    """A request whose first token was just drawn, as the prefill leg gives it to the decode leg of its own process.
+
+    The sequence decodes already; whoever has this object owns it.
+    """
+
+    key: TransferKey
+    """Names this process twice, and generation 0: nothing is transferred."""
+    worker: Incarnation
+    plan_no: int
+    spec: SequenceSpec
+    deadline: float
+    """Local time in seconds, with the grace in it."""
+    output_token_ids: "array[int]"
+    """Output ids before the first token; typecode 'I'."""
+    seq_id: int
+    token_id: int
+    """The first token."""
+    index: int
+    """Its output index."""
+    cached_tokens: int
+
+
+class GoesOnHere(Protocol):
+    """What a prefill leg sees of the decode leg of its own process."""
+
+    def take(self, computed: ComputedHere, now: float) -> list[Action]:
+        """Answer for the request from now on."""
+        ...
+
+    def knows(self, request_id: RequestId, attempt: int) -> bool:
+        """Whether anything is held or recorded for this attempt."""
         ...

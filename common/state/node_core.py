@@ -214,8 +214,9 @@ class NodeCore:
     def _scheduler_events(self, events: Sequence[SchedulerEvent], now: float) -> list[Action]:
         actions: list[Action] = []
         for event in events:
-            for leg in self.legs:
-                actions += leg.on_scheduler(event, now)
+            owner = next((leg for leg in self.legs if leg.owns(event.seq_id)), None)
+            if owner is not None:
+                actions += owner.on_scheduler(event, now)
         return actions
 
     # -- time
@@ -284,6 +285,10 @@ class NodeCore:
         self.scheduler.check_invariants()
         for leg in self.legs:
             leg.check_invariants()
+        for seq_id in self.scheduler.live_ids:
+            owners = sum(leg.owns(seq_id) for leg in self.legs)
+            if owners != 1:
+                raise InvariantError(f"sequence {seq_id} is owned by {owners} legs")
         if self._steps_in_flight < 0:
             raise InvariantError("more steps came back than were given")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from common.errors import InvariantError
 from common.ids import Incarnation, PlanKey, TransferKey
 from common.protocol.messages import Gone
-from common.scheduling.scheduler import Reservation, Scheduler
+from common.scheduling.scheduler import Scheduler
 from common.state.actions import Action, ForgetPieces, Send
 from common.state.handover_receive import ReceiveEvent, ReceiveState
 from decode_node.core.entry import Entry
@@ -34,10 +34,10 @@ class EntryTable:
         """A new one, without blocks yet."""
         self.by_plan[entry.plan_key] = self.by_key[entry.key] = entry
 
-    def attach(self, entry: Entry, reservation: Reservation) -> None:
+    def attach(self, entry: Entry, seq_id: int) -> None:
         """It has blocks now."""
-        entry.seq_id = reservation.seq_id
-        self.by_seq[reservation.seq_id] = entry
+        entry.seq_id = seq_id
+        self.by_seq[seq_id] = entry
 
     def detach(self, entry: Entry) -> None:
         """The scheduler no longer has its sequence."""

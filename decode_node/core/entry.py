@@ -15,6 +15,7 @@ from common.state.handover_receive import (
     ReceiveEvent,
     ReceiveState,
 )
+from common.state.leg import ComputedHere
 from common.state.table import Machine
 
 
@@ -34,6 +35,8 @@ class Entry:
     seq_id: int | None = None
     ledger: PieceLedger | None = None
     commit: Commit | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared where the prompt was computed."""
     finish: FinishReason | None = None
     error: str | None = None
     queued_at: float = 0.0
@@ -66,6 +69,20 @@ class Entry:
             queued_at=now,
         )
 
+    @classmethod
+    def from_here(cls, computed: ComputedHere) -> "Entry":
+        """A request that this process has computed itself: an entry without a transfer."""
+        return cls(
+            key=computed.key,
+            worker=computed.worker,
+            plan_no=computed.plan_no,
+            transfer_no=0,
+            spec=computed.spec,
+            deadline=computed.deadline,
+            output_token_ids=computed.output_token_ids[:],
+            cached_tokens=computed.cached_tokens,
+        )
+
     @property
     def plan_key(self) -> PlanKey:
         """What the worker knows it by."""
@@ -75,6 +92,11 @@ class Entry:
     def state(self) -> ReceiveState:
         """The present state."""
         return self.machine.state
+
+    @property
+    def computed_here(self) -> bool:
+        """Nothing was or will be transferred for it."""
+        return self.key.prefill == self.key.decode
 
     @property
     def is_record(self) -> bool:
@@ -91,5 +113,6 @@ class Entry:
         holds = self.seq_id is not None
         if holds != (self.state in HOLDS_BLOCKS):
             raise InvariantError(f"{self.key} is {self.state.name} with sequence {self.seq_id}")
-        if self.state in (ReceiveState.OWNED, ReceiveState.RUNNING) and self.commit is None:
-            raise InvariantError(f"{self.key} is {self.state.name} without a Commit")
+        owned = self.state in (ReceiveState.OWNED, ReceiveState.RUNNING)
+        if owned and (self.commit is None) != self.computed_here:
+            raise InvariantError(f"{self.key} is {self.state.name} and its Commit is {self.commit}")

@@ -8,6 +8,7 @@ The life of a request here:
  3. Running: one token a step; the stream starts with the token that came with the Commit (`outbox.py`).
  4. Its end is a record without blocks, until the worker's list no longer has the request (`entries.py`).
 Reservations live while the prefill node's and the worker's list keep them, committed requests while the worker's does.
+Where the process has a prefill leg too, what that one computes comes by `take` and starts at 3.
 """
 
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from common.state.actions import Action, Send
 from common.state.clients import Client, ClientTable
 from common.state.events import Event, PieceArrived, PieceBad
 from common.state.handover_receive import ReceiveEvent, ReceiveState
+from common.state.leg import ComputedHere
 from decode_node.core.entries import EntryTable, gone
 from decode_node.core.entry import Entry
 from decode_node.core.outbox import TokenOutbox
@@ -130,7 +132,24 @@ class DecodeLeg:
             case _:
                 return []
 
+    # -- the prefill leg of the same process
+
+    def take(self, computed: ComputedHere, now: float) -> list[Action]:
+        """It decodes already, and its blocks stay where they are. See GoesOnHere."""
+        entry = Entry.from_here(computed)
+        stray = self.entries.by_plan.get(entry.plan_key)
+        actions = [] if stray is None else self.entries.drop(stray)
+        self.entries.add(entry)
+        self.entries.attach(entry, computed.seq_id)
+        entry.machine.move(ReceiveEvent.GO_ON_HERE, now)
+        self._outbox.add_token(entry, computed.token_id, computed.index)
+        return actions
+
     # -- scheduler
+
+    def owns(self, seq_id: int) -> bool:
+        """See Leg."""
+        return seq_id in self.entries.by_seq
 
     def _follow(self, started: Started, now: float) -> list[Action]:
         actions = started.actions
@@ -140,9 +159,7 @@ class DecodeLeg:
 
     def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
         """Tokens and ends of running requests."""
-        entry = self.entries.by_seq.get(event.seq_id)
-        if entry is None:
-            return []
+        entry = self.entries.by_seq[event.seq_id]
         match event:
             case Sampled(token_id=token_id, index=index):
                 self._outbox.add_token(entry, token_id, index)

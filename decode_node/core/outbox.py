@@ -25,7 +25,7 @@ class TokenOutbox:
         return not self._waiting
 
     def add_token(self, entry: Entry, token_id: int, index: int) -> None:
-        """A token was drawn, or came with the Commit; its place in the entry's list is checked."""
+        """A token was drawn, or came with the request; its place in the entry's list is checked."""
         known = entry.output_token_ids
         if index == len(known):
             known.append(token_id)
@@ -36,7 +36,7 @@ class TokenOutbox:
             attempt=entry.key.attempt,
             first_index=index,
             token_ids=(token_id,),
-            cached_tokens=_cached(entry),
+            cached_tokens=entry.cached_tokens,
         )
         self._waiting.setdefault(entry.worker, []).append(said)
 
@@ -70,10 +70,6 @@ class TokenOutbox:
         return actions
 
 
-def _cached(entry: Entry) -> int:
-    return entry.commit.cached_tokens if entry.commit is not None else 0
-
-
 def _from(entry: Entry, first_index: int) -> TokensEntry:
     return TokensEntry(
         request_id=entry.key.request_id,
@@ -82,5 +78,5 @@ def _from(entry: Entry, first_index: int) -> TokensEntry:
         token_ids=tuple(entry.output_token_ids[first_index:]),
         finish=entry.finish,
         error=entry.error,
-        cached_tokens=_cached(entry),
+        cached_tokens=entry.cached_tokens,
     )

@@ -76,7 +76,7 @@ class Reservations:
         reservation = self.entries.scheduler.reserve(entry.spec, now)
         if reservation is None:
             return False
-        self.entries.attach(entry, reservation)
+        self.entries.attach(entry, reservation.seq_id)
         entry.ledger = PieceLedger(self.num_layers, reservation.first_token, last_arrival=now)
         entry.machine.move(ReceiveEvent.GRANT, now)
         return True

@@ -39,7 +39,7 @@ class Takeover:
             return _only(Send(client.incarnation, CommitRefused(key=message.key, reason="not_reserved")))
         if entry.commit is not None:
             return _only(_committed(entry))
-        entry.commit = message
+        entry.commit, entry.cached_tokens = message, message.cached_tokens
         entry.ledger.last_arrival = now
         entry.machine.move(ReceiveEvent.COMMIT, now)
         assert entry.seq_id is not None

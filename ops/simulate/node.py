@@ -22,7 +22,7 @@ from common.state.actions import (
     StopPieces,
 )
 from common.state.events import DrainRequested, Event
-from common.state.leg import Leg
+from common.state.leg import GoesOnHere, Leg
 from common.state.links import LinkTable
 from common.state.node_core import NodeCore, NodeIdentity
 from common.state.piece_plan import KvShape
@@ -119,7 +119,7 @@ class SimNode(Process):
             (spec.kv_address,) if "decode" in spec.roles else (),
             ("sim",),
         )
-        self.core = NodeCore(identity, spec.timers, self.scheduler, [self._leg(role) for role in spec.roles])
+        self.core = NodeCore(identity, spec.timers, self.scheduler, self._legs())
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda action: self.engine.run(action.plan),
             SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table),
@@ -134,10 +134,16 @@ class SimNode(Process):
         if "decode" in spec.roles:
             kv.receivers[spec.kv_address] = self.kv_receiver
 
-    def _leg(self, role: Role) -> Leg:
+    def _legs(self) -> list[Leg]:
         spec = self.spec
-        if role == "decode":
-            return DecodeLeg(self.scheduler, spec.timers, spec.limits, spec.num_layers, lambda: self.core.clients)
+        decode = None
+        if "decode" in spec.roles:
+            decode = DecodeLeg(self.scheduler, spec.timers, spec.limits, spec.num_layers, lambda: self.core.clients)
+        legs = {"decode": decode, "prefill": self._prefill_leg(decode) if "prefill" in spec.roles else None}
+        return [leg for role in spec.roles if (leg := legs[role]) is not None]
+
+    def _prefill_leg(self, here: GoesOnHere | None) -> PrefillLeg:
+        spec = self.spec
         hello = Hello(kind="prefill", name=spec.name, compatibility=spec.compatibility)
         return PrefillLeg(
             me=self.incarnation,
@@ -148,6 +154,7 @@ class SimNode(Process):
             decodes=DecodeLinks(LinkTable(hello, spec.timers)),
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
+            here=here,
         )
 
     def react(self, event: Event, now: float) -> list[Action]:

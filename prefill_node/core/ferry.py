@@ -115,13 +115,13 @@ class Ferry:
         return HandoverSender(
             me=self.me,
             reserve=reserve,
-            candidates=[c for c in message.candidates if self.decodes.may_live(c)],
+            candidates=[c for c in message.candidates if c.incarnation != self.me and self.decodes.may_live(c)],
             shape=self.shape,
             timers=self.timers,
             limits=self.limits,
             new_transfer_no=self._new_transfer_no,
             deadline=job.deadline - self.timers.deadline_grace_s,
-            accepted_at=now - message.waited_ms / 1000,
+            accepted_at=job.spec.accepted_at,
         )
 
     def _new_transfer_no(self) -> int:
@@ -167,7 +167,7 @@ class Ferry:
         return [*actions, Send(job.worker, job.failure)]
 
     def _may_hold(self, job: PrefillJob) -> bool:
-        if job.state is JobState.QUEUED:
+        if job.state is JobState.QUEUED or job.stays:  # the scheduler would go on with one that stays
             return False
         return self.jobs.held_blocks + job.num_blocks <= self.limits.held_share * self.num_blocks
 

@@ -16,6 +16,7 @@ from enum import Enum, auto
 from common.errors import InvariantError
 from common.ids import Incarnation, PlanKey
 from common.protocol.messages import FinishReason, FirstToken, HandoverFailed, Job
+from common.scheduling.sequence import SequenceSpec
 from common.state.handover_send import HandoverSender
 from common.state.table import Machine, Table
 
@@ -75,6 +76,7 @@ class PrefillJob:
 
     worker: Incarnation
     job: Job
+    spec: SequenceSpec
     deadline: float
     machine: Machine[JobState, JobEvent] = field(init=False)
     seq_id: int | None = None
@@ -111,14 +113,20 @@ class PrefillJob:
         return self.state in RECORDS
 
     @property
+    def stays(self) -> bool:
+        """It goes on in this process; no decode node is asked."""
+        return self.spec.mode == "decode"
+
+    @property
     def needs_handover(self) -> bool:
-        """False when the first token is the last one."""
-        return self.job.sampling.max_new_tokens - len(self.job.output_token_ids) > 1
+        """False when it stays, or the first token is the last one."""
+        return not self.stays and self.job.sampling.max_new_tokens - len(self.job.output_token_ids) > 1
 
     @property
     def ungranted(self) -> bool:
-        """Holds blocks, and no decode node has said yes."""
-        return self.seq_id is not None and self.num_blocks > 0 and not (self.sender is not None and self.sender.granted)
+        """Holds blocks, and no decode node has said yes. One that stays had its answer when it started."""
+        granted = self.stays or (self.sender is not None and self.sender.granted)
+        return self.seq_id is not None and self.num_blocks > 0 and not granted
 
     def check_invariants(self) -> None:
         """Raises InvariantError when state and parts disagree."""
@@ -128,5 +136,7 @@ class PrefillJob:
             raise InvariantError(f"{self.plan_key}: pinned is {self.pinned}, but pieces in flight say otherwise")
         if self.delisted and self.seq_id is not None:
             raise InvariantError(f"{self.plan_key} is not wanted and still has a sequence")
+        if self.stays and (self.sender is not None or self.state is JobState.HANDED):
+            raise InvariantError(f"{self.plan_key} stays here and is handed over")
         if self.sender is not None:
             self.sender.check_invariants()

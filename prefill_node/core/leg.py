@@ -7,6 +7,9 @@ The life of a request here:
  4. The next token is drawn here and goes straight to the worker. If it ends the request, nothing is handed over.
  5. Commit to one candidate; when that owns the request: HandedOver, and the blocks become prefix cache (`jobs.py`).
  6. No candidate left, or the Commit failed: HandoverFailed; the KV is held a while for the next attempt.
+
+In a process with a decode leg too, a job that names this node, or none, stays: its blocks are those that it decodes
+with, no decode node is asked, nothing is ferried. With its first token it is the decode leg's.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, PlanKey, RequestId
+from common.ids import Incarnation, PlanKey, RequestId, TransferKey
 from common.protocol.messages import Cancel, FirstToken, Job, Message, Role
 from common.scheduling.events import (
     ChunkComputed,
@@ -27,11 +30,12 @@ from common.scheduling.events import (
     Started,
 )
 from common.scheduling.scheduler import Scheduler
-from common.scheduling.sequence import SequenceSpec
+from common.scheduling.sequence import SequenceSpec, Status
 from common.scheduling.step import StepPlan
 from common.state.actions import Action, Send
 from common.state.clients import Client
 from common.state.events import Event, KvSendFailed, LayersDone, PieceSent, PiecesStopped, Tick
+from common.state.leg import ComputedHere, GoesOnHere
 from common.state.piece_plan import KvShape
 from prefill_node.core import reports
 from prefill_node.core.decode_links import DecodeLinks
@@ -53,6 +57,8 @@ class PrefillLeg:
     decodes: DecodeLinks
     num_blocks: int
     block_size: int
+    here: GoesOnHere | None = None
+    """The decode leg of the same process, if it has one."""
     role: Role = "prefill"
     jobs: JobTable = field(init=False)
     _intake: Intake = field(init=False)
@@ -61,7 +67,16 @@ class PrefillLeg:
 
     def __post_init__(self) -> None:
         self.jobs = JobTable(self.scheduler)
-        self._intake = Intake(self.jobs, self.scheduler, self.decodes, self.timers, self.limits)
+        self._intake = Intake(
+            self.me,
+            self.jobs,
+            self.scheduler,
+            self.decodes,
+            self.timers,
+            self.limits,
+            self.num_blocks * self.block_size,
+            self.here,
+        )
         self._ferry = Ferry(
             self.me,
             self.jobs,
@@ -125,7 +140,9 @@ class PrefillLeg:
     # -- scheduler
 
     def may_start(self, spec: SequenceSpec) -> bool:
-        """Computed tokens without a grant are bounded; one job may always run."""
+        """Computed tokens without a grant are bounded; one job may always run. What stays needs no grant."""
+        if spec.mode == "decode":
+            return True
         left = spec.sampling.max_new_tokens - (len(spec.token_ids) - spec.num_prompt_tokens)
         if left <= 1:
             return True
@@ -137,11 +154,13 @@ class PrefillLeg:
         """Report layers when something of this step is to be ferried."""
         return self._ferry.wants_layers(plan)
 
+    def owns(self, seq_id: int) -> bool:
+        """See Leg."""
+        return seq_id in self.jobs.by_seq
+
     def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
         """What became of a job's sequence."""
-        job = self.jobs.by_seq.get(event.seq_id)
-        if job is None:
-            return []
+        job = self.jobs.by_seq[event.seq_id]
         actions = self._on_sequence(job, event, now)
         self.jobs.sync_pin(job)
         return actions
@@ -154,6 +173,8 @@ class PrefillLeg:
                 return self._ferry.on_chunk(job, start, end, now)
             case Sampled(token_id=token_id, index=index):
                 self._note_first_token(job, token_id, index)
+                if job.stays and self.scheduler.status(event.seq_id) is Status.DECODING:
+                    return self._go_on_here(job, event, now)
             case Prefilled():
                 return self._ferry.on_prefilled(job, event, now)
             case Finished(reason=reason):
@@ -175,6 +196,30 @@ class PrefillLeg:
             token_id=token_id,
             cached_tokens=job.cached_tokens,
         )
+
+    def _go_on_here(self, job: PrefillJob, first: Sampled, now: float) -> list[Action]:
+        """Its prompt is computed and it decodes already: from now on the decode leg answers for it."""
+        assert self.here is not None
+        assert job.first_token is not None
+        computed = ComputedHere(
+            key=TransferKey(job.job.request_id, job.job.attempt, 0, self.me, self.me),
+            worker=job.worker,
+            plan_no=job.job.plan_no,
+            spec=job.spec,
+            deadline=job.deadline,
+            output_token_ids=job.job.output_token_ids,
+            seq_id=first.seq_id,
+            token_id=first.token_id,
+            index=first.index,
+            cached_tokens=job.cached_tokens,
+        )
+        self.jobs.detach(job)
+        self.jobs.forget(job)
+        return [
+            Send(job.worker, job.first_token),
+            Send(job.worker, reports.handed_over_to(job.job, self.me)),
+            *self.here.take(computed, now),
+        ]
 
     def _on_finished(self, job: PrefillJob, reason: str, now: float) -> list[Action]:
         self.jobs.detach(job)

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from common.ids import Incarnation
 from common.protocol.messages import Gone, HandedOver, HandoverFailed, Job
 from common.state.actions import Action, Send
 from prefill_node.core.job import JobState, PrefillJob
@@ -25,8 +26,12 @@ def handed_over(job: PrefillJob) -> Send:
     """A decode node owns it."""
     assert job.sender is not None
     assert job.sender.key is not None
-    message = HandedOver(request_id=job.job.request_id, attempt=job.job.attempt, decode=job.sender.key.decode)
-    return Send(job.worker, message)
+    return Send(job.worker, handed_over_to(job.job, job.sender.key.decode))
+
+
+def handed_over_to(job: Job, decode: Incarnation) -> HandedOver:
+    """The news that this node owns it."""
+    return HandedOver(request_id=job.request_id, attempt=job.attempt, decode=decode)
 
 
 def given_back(job: PrefillJob) -> Send:

@@ -1,8 +1,10 @@
 """Which nodes a request goes to: published loads plus what this worker has in flight. Pure; knows no messages.
 
 Least waiting prompt tokens for the prefill node, where one that holds the request's KV is spared its own; most free
-blocks for the decode candidates. A pair that failed a moment ago is avoided while there is another one. Ties go to the
-name, turned by the request's plan number, so that workers with equal knowledge do not all choose the same node.
+blocks for the decode candidates. A node that can do both is its own first candidate: what it has computed needs no
+ferry there. So its free blocks count as well, behind the waiting tokens. A pair that failed a moment ago is avoided
+while there is another one. Ties go to the name, turned by the request's plan number, so that workers with equal
+knowledge do not all choose the same node.
 """
 
 from collections.abc import Collection, Sequence
@@ -59,10 +61,11 @@ def choose(
     if not prefills or not decodes:
         return None
     offset = {view.incarnation: (index + turn) % len(prefills) for index, view in enumerate(prefills)}
+    used = {view.incarnation: _used(view) for view in decodes}
 
-    def cost(view: PrefillView) -> tuple[int, int]:
+    def cost(view: PrefillView) -> tuple[int, float, int]:
         saved = held_tokens if view.incarnation == holder else 0
-        return (view.waiting_tokens - saved, offset[view.incarnation])
+        return (view.waiting_tokens - saved, used.get(view.incarnation, 0.0), offset[view.incarnation])
 
     ranked = sorted(prefills, key=cost)
     fallback: Choice | None = None
@@ -83,8 +86,13 @@ def _rank_decodes(
 ) -> list[DecodeView]:
     offset = {view.incarnation: (index + turn) % len(decodes) for index, view in enumerate(decodes)}
 
-    def rank(view: DecodeView) -> tuple[bool, float, int]:
-        used = 1.0 - view.free_blocks / max(1, view.total_blocks)
-        return ((prefill, view.incarnation) in avoid, used, offset[view.incarnation])
+    def rank(view: DecodeView) -> tuple[bool, bool, float, int]:
+        avoided = (prefill, view.incarnation) in avoid
+        return (avoided, view.incarnation != prefill, _used(view), offset[view.incarnation])
 
     return sorted(decodes, key=rank)
+
+
+def _used(view: DecodeView) -> float:
+    """Share of its blocks that are not free."""
+    return 1.0 - view.free_blocks / max(1, view.total_blocks)

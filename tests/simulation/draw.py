@@ -43,6 +43,7 @@ class _Drawer:
         self.preemption = rng.random() < profile.preemption
         self.overload = rng.random() < profile.overload
         self.both = rng.random() < profile.both
+        self.mixed = not self.both and rng.random() < profile.mixed
         self.step_s = rng.choice((0.008, 0.03, 0.06))
         self.asked_at: list[float] = []
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
@@ -90,14 +91,15 @@ class _Drawer:
     def _node(self, number: int, role: Role, limits: Limits, poisoned: frozenset[int]) -> NodeSpec:
         rng = self.rng
         blocks = rng.choice((40, 64, 96))
-        takes_over = role == "decode" or self.both
+        both = self.both or (self.mixed and rng.random() < 0.5)
+        takes_over = role == "decode" or both
         if takes_over and self.full:
             blocks = rng.choice((20, 26))
         if takes_over and self.preemption:
             blocks = rng.choice((20, 24, 30))
         return NodeSpec(
             name=f"{role[0].upper()}{number}",
-            roles=("prefill", "decode") if self.both else (role,),
+            roles=("prefill", "decode") if both else (role,),
             num_blocks=blocks,
             timers=TIMERS,
             limits=limits,

@@ -159,6 +159,16 @@ def _twice_released(right: Patched) -> Patched:
     return let_go
 
 
+def _two_owners(right: Patched) -> Patched:
+    def go_on(self: PrefillLeg, job: object, first: object, now: float) -> object:
+        seq_id = job.seq_id  # type: ignore[attr-defined]
+        actions = right(self, job, first, now)
+        self.jobs.add(job, seq_id)  # type: ignore[arg-type]
+        return actions
+
+    return go_on
+
+
 def _all_wanted(_: Patched) -> Patched:
     return lambda *arguments, **named: True
 
@@ -245,5 +255,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", _nothing, "full"),
     Mutation("draining grants go on", "37", Reservations, "drain", _nothing, "drain"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", _nothing, "drain"),
+    Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", _nothing, "both"),
+    Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),
     Mutation("transfer slots are not given", "24", Ferry, "give_slots", _nothing, "none"),
 )

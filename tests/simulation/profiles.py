@@ -34,6 +34,8 @@ class Profile:
     """Share of schedules with short queues and many requests."""
     both: float = 0.0
     """Share of schedules in which every node has both roles."""
+    mixed: float = 0.0
+    """Share of schedules in which some nodes have both roles and some have one."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -51,7 +53,8 @@ PROFILES: dict[str, Profile] = {
     "drain": Profile(delays=True, drains=2),
     "preemption": Profile(requests=12, preemption=1.0),
     "overload": Profile(requests=24, overload=1.0, span_s=1.5),
-    "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, both=1.0),
+    "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.4, both=1.0),
+    "mixed": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.3, mixed=1.0),
     "damage": Profile(delays=True, damaged=1.0),
 }
 PROFILES["all"] = Profile(
@@ -72,6 +75,7 @@ PROFILES["all"] = Profile(
     preemption=0.6,
     overload=0.3,
     both=0.1,
+    mixed=0.1,
     swarm=True,
 )
 PROFILES["quick"] = replace(PROFILES["all"], requests=5, span_s=2.0)

@@ -1,6 +1,6 @@
 """A prefill node's cores without a cluster: the test speaks for worker, decode nodes, engine and transport.
 
-Every event is followed by a check of all invariants.
+The node may have a decode leg as well. Every event is followed by a check of all invariants.
 """
 
 from array import array
@@ -31,9 +31,11 @@ from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.step import StepPlan, StepResult
 from common.state.actions import Action, RunStep, Send, SendPiece, StopPieces
 from common.state.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
+from common.state.leg import Leg
 from common.state.links import LinkTable
 from common.state.node_core import NodeCore, NodeIdentity
 from common.state.piece_plan import KvShape
+from decode_node.core.leg import DecodeLeg
 from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.leg import PrefillLeg
 
@@ -68,16 +70,19 @@ class PrefillBench:
         max_running: int = 8,
         steps_in_flight: int = 4,
         eos_token_ids: frozenset[int] = frozenset(),
+        unsplit: bool = False,
+        max_step_tokens: int = 64,
     ) -> None:
         self.timers, self.limits = Timers(), limits or Limits()
         self.pool = BlockPool(num_blocks, 4, "m")
         config = SchedulerConfig(
             eos_token_ids=eos_token_ids,
-            max_step_tokens=64,
+            max_step_tokens=max_step_tokens,
             max_running=max_running,
             max_steps_in_flight=steps_in_flight,
         )
         self.scheduler = Scheduler(config, self.pool)
+        self.decode = DecodeLeg(self.scheduler, self.timers, self.limits, LAYERS, lambda: self.core.clients)
         self.leg = PrefillLeg(
             me=ME,
             scheduler=self.scheduler,
@@ -87,8 +92,10 @@ class PrefillBench:
             decodes=DecodeLinks(LinkTable(Hello(kind="prefill", name="p", compatibility=COMPATIBILITY), self.timers)),
             num_blocks=num_blocks,
             block_size=4,
+            here=self.decode if unsplit else None,
         )
-        self.core = NodeCore(NodeIdentity(ME, "p", MODEL, COMPATIBILITY), self.timers, self.scheduler, [self.leg])
+        legs: list[Leg] = [self.leg, self.decode] if unsplit else [self.leg]
+        self.core = NodeCore(NodeIdentity(ME, "p", MODEL, COMPATIBILITY), self.timers, self.scheduler, legs)
         self.steps: list[StepPlan] = []
         self.pieces: list[SendPiece] = []
         self._beat_no = 0
@@ -134,11 +141,14 @@ class PrefillBench:
         outputs: tuple[int, ...] = (),
         max_new_tokens: int = 4,
         candidates: int = 2,
+        here: bool = False,
         remaining_ms: int = 60_000,
         priority: int = 3,
         waited_ms: int = 0,
+        times_preempted: int = 0,
     ) -> list[Action]:
-        """The worker sends a Job. The prompt's ids follow from its number and length."""
+        """The worker sends a Job. The prompt's ids follow from its number and length. here: named first."""
+        others = [(peer, f"d{index}") for index, peer in enumerate(DECODES[:candidates])]
         message = Job(
             request_id=request(number),
             attempt=attempt,
@@ -150,9 +160,10 @@ class PrefillBench:
             priority=priority,
             remaining_ms=remaining_ms,
             waited_ms=waited_ms,
+            times_preempted=times_preempted,
             candidates=tuple(
-                Candidate(incarnation=peer, name=f"d{index}", endpoint=f"d{index}")
-                for index, peer in enumerate(DECODES[:candidates])
+                Candidate(incarnation=peer, name=name, endpoint=name)
+                for peer, name in ([(ME, "p")] if here else []) + others
             ),
         )
         return self.tell(WORKER, message, now)

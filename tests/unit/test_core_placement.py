@@ -60,3 +60,19 @@ def test_a_node_that_has_told_no_load_yet_counts_as_full():
     choice = choose([prefill(P1)], [decode(D1, 0, 0), decode(D2, 1, 100)])
     assert choice is not None
     assert choice.decodes[0] == D2
+
+
+def test_a_node_that_can_do_both_is_its_own_first_candidate():
+    choice = choose([prefill(D1)], [decode(D1, 10), decode(D2, 90), decode(D3, 50)])
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (D1, (D1, D2, D3))
+
+
+def test_where_it_would_decode_as_well_its_free_blocks_count():
+    both = [prefill(D1), prefill(D2)]
+    choice = choose(both, [decode(D1, 10), decode(D2, 90)])
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (D2, (D2, D1))
+    choice = choose([prefill(D2), prefill(P1)], [decode(D2, 90)])
+    assert choice is not None
+    assert choice.prefill == P1, "one that only computes prompts leaves the other its blocks"
