@@ -6,12 +6,13 @@ torch.cuda and torch_npu.npu offer the same calls under the same names; `Acceler
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from common.device.base import KvTensorSpec, Ops
+from common.device.base import Group, KvTensorSpec, MakeGroup, Ops, Store
 from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
 from common.errors import ConfigError
 
@@ -71,7 +72,13 @@ class Accelerator(Generic[Stream]):
     """Implements `common.device.base.Device` over an `AcceleratorApi`. The constructor touches no device."""
 
     def __init__(
-        self, device: torch.device, ops: Ops, api: AcceleratorApi[Stream], rules: CacheRules, side_stream: Stream
+        self,
+        device: torch.device,
+        ops: Ops,
+        api: AcceleratorApi[Stream],
+        rules: CacheRules,
+        side_stream: Stream,
+        make_group: MakeGroup,
     ) -> None:
         self.name = device.type
         self.torch_device = device
@@ -79,10 +86,15 @@ class Accelerator(Generic[Stream]):
         self._api = api
         self._rules = rules
         self._side_stream = side_stream
+        self._make_group = make_group
 
     def activate_thread(self) -> None:
         """Bind the calling thread; the runtimes keep the current device per thread, and a new thread has device 0."""
         self._api.set_device(self.torch_device)
+
+    def group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+        """By the device's own library. Its ranks are bound to a device each."""
+        return self._make_group(store, rank, size, timeout)
 
     def memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of this device."""

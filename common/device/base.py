@@ -6,10 +6,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import Store as Store  # type: ignore[attr-defined]  # it is, its stubs do not say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,38 @@ class Ops(Protocol):
         ...
 
 
+class Work(Protocol):
+    """An operation between ranks that is under way."""
+
+    def wait(self) -> bool:
+        """Its result may be used by what the calling thread does next. RuntimeError when it failed."""
+        ...
+
+
+class Group(Protocol):
+    """Ranks that compute one model together; torch.distributed's groups of every library are such."""
+
+    def rank(self) -> int:
+        """Which one this is."""
+        ...
+
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        """One tensor: it becomes the sum of all ranks' own."""
+        ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        """One input; outputs: one list of `size` tensors, which become the ranks' inputs."""
+        ...
+
+
+MakeGroup = Callable[[Store, int, int, timedelta], Group]
+"""(where the ranks find one another, rank, size, how long anything may take) -> their group."""
+
+
 class Device(Protocol):
     """One accelerator (or the CPU) as the engine sees it."""
 
@@ -195,6 +229,13 @@ class Device(Protocol):
     @property
     def ops(self) -> Ops:
         """The operations of a model step, by this device's fastest means."""
+        ...
+
+    def group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+        """Meet the other ranks of this node, each of which calls this; by the library that this device's ranks use.
+
+        Waits for them. RuntimeError when they do not come within `timeout`.
+        """
         ...
 
     def activate_thread(self) -> None:

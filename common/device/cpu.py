@@ -3,12 +3,15 @@
 import math
 import mmap
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import cast
 
 import psutil
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroupGloo
 
-from common.device.base import KvTensorSpec, Ops
+from common.device.base import Group, KvTensorSpec, Ops, Store
 from common.device.cpu_ops import CpuOps
 
 
@@ -33,6 +36,13 @@ class CpuDevice:
         """Sets the calling thread's number of compute threads: OpenMP keeps it per thread."""
         if self.threads:
             torch.set_num_threads(self.threads)
+
+    def group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+        """By gloo, over loopback: the ranks of a node are on one host."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timeout
+        return cast(Group, ProcessGroupGloo(store, rank, size, options))  # its stubs lack what groups do
 
     def memory_info(self) -> tuple[int, int]:
         """(available, total) bytes of main memory."""

@@ -3,10 +3,13 @@
 Not run by the tests of this project, which have no GPU; what it is made of (`Accelerator`, `TorchOps`) is.
 """
 
+from datetime import timedelta
+from typing import cast
+
 import torch
 
 from common.device.accelerator import Accelerator, CacheRules
-from common.device.base import Device, DeviceProbe
+from common.device.base import Device, DeviceProbe, Group, Store
 from common.device.torch_ops import TorchOps
 from common.errors import DeviceUnavailableError
 
@@ -38,4 +41,12 @@ def open_cuda(index: int = 0) -> Device:
     except RuntimeError as error:
         raise DeviceUnavailableError(f"device cuda:{index} cannot be opened: {error}") from error
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return Accelerator(device, TorchOps(), torch.cuda, _RULES, stream)
+    return Accelerator(device, TorchOps(), torch.cuda, _RULES, stream, _nccl)
+
+
+def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+    from torch.distributed import ProcessGroupNCCL  # not at the top: builds without CUDA do not have it
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast(Group, ProcessGroupNCCL(store, rank, size, options))  # its stubs lack what groups do

@@ -7,12 +7,13 @@ layer, 2 MiB aligned (what the device-to-device transports register). The device
 import ctypes
 import importlib.util
 import os
+from datetime import timedelta
 from types import ModuleType
 
 import torch
 
 from common.device.accelerator import Accelerator, CacheRules
-from common.device.base import Device, DeviceProbe
+from common.device.base import Device, DeviceProbe, Group, Store
 from common.device.npu_ops import NpuOps, causal_mask, npu_features
 from common.errors import DeviceUnavailableError
 
@@ -59,7 +60,15 @@ def _open(index: int) -> Device:
     torch_npu.npu.set_device(device)
     features = npu_features(str(torch_npu.npu.get_device_name(index)), dir(torch_npu))
     ops = NpuOps(torch_npu, features, causal_mask(device))
-    return Accelerator(device, ops, torch_npu.npu, _RULES, torch_npu.npu.Stream(device))
+    return Accelerator(device, ops, torch_npu.npu, _RULES, torch_npu.npu.Stream(device), _hccl)
+
+
+def _hccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
+    kind = _import_torch_npu()._C._distributed_c10d.ProcessGroupHCCL
+    options = kind.Options()
+    options._timeout = timeout
+    group: Group = kind(store, rank, size, options)
+    return group
 
 
 def _import_torch_npu() -> ModuleType:

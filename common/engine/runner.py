@@ -1,24 +1,48 @@
 """Runs one step of the model: what the scheduler planned goes in, tokens come out. Decides nothing about order."""
 
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from common.device.base import Device
 from common.engine.batch import Batch, make_batch
 from common.engine.kv_cache import KvCache
-from common.engine.sampler import Sampler
+from common.engine.sampler import SampleResult
 from common.models.causal_lm import CausalLM
+from common.sampling_params import SamplingParams
 from common.scheduling.step import StepPlan, StepResult
 
 LayersDone = Callable[[int], None]
 
 
+class TokenSampler(Protocol):
+    """What draws; `common.engine.sampler.Sampler` is one."""
+
+    def add(self, seq_id: int, token_ids: "array[int]", sampling: SamplingParams) -> None:
+        """Meet a sequence."""
+        ...
+
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence."""
+        ...
+
+    def sample(self, seq_ids: Sequence[int], positions: Sequence[int], logits: Tensor) -> SampleResult:
+        """Draw one token each."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError."""
+        ...
+
+
 class ModelRunner:
     """One model, one cache, one sampler on one device. Used by one thread, which has called device.activate_thread."""
 
-    def __init__(self, model: CausalLM, kv_cache: KvCache, sampler: Sampler, device: Device) -> None:
+    def __init__(self, model: CausalLM, kv_cache: KvCache, sampler: TokenSampler, device: Device) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._sampler = sampler

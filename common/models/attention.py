@@ -31,7 +31,8 @@ class GroupedAttention:
         output: Linear,
         norms: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """`norms`: weights [head_dim] of the query and key norms, where the family has them."""
+        """`config` has this rank's numbers of heads. `norms`: weights [head_dim] of the query and key norms, where
+        the family has them."""
         self._ops = ops
         self.qkv = qkv
         self.output = output
@@ -49,8 +50,9 @@ class GroupedAttention:
 
     @classmethod
     def load(cls, config: ModelConfig, layer: int, loader: WeightLoader) -> Self:
-        """Take the weights of one layer's attention."""
+        """Take the weights of this rank's heads of one layer."""
         prefix = f"model.layers.{layer}.self_attn."
+        local = loader.shard.local(config)
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         loader.weights.skip(prefix + "rotary_emb.inv_freq")
         merged = {prefix + "q_proj": query, prefix + "k_proj": key_value, prefix + "v_proj": key_value}
@@ -59,11 +61,11 @@ class GroupedAttention:
             query_norm = loader.tensor(prefix + "q_norm.weight", config.head_dim)
             norms = query_norm, loader.tensor(prefix + "k_norm.weight", config.head_dim)
         return cls(
-            config,
+            local,
             layer,
             loader.ops,
-            loader.linear(merged, config.hidden_size, config.attention_bias),
-            loader.linear({prefix + "o_proj": config.hidden_size}, query, config.output_bias),
+            loader.linear(merged, config.hidden_size, config.attention_bias, split=True),
+            loader.summed(loader.partial_linear(prefix + "o_proj", config.hidden_size, query, config.output_bias)),
             norms,
         )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from common.device.base import AttentionMetadata, Device, KvTensorSpec
 from common.models.config import ModelConfig
 from common.models.weights import TrackedWeights
+from common.parallel.collectives import ALONE, Collectives
 
 LayerDone = Callable[[int], None]
 """Called with the number of layers whose kernels have been started so far: 1, 2, ..."""
@@ -19,11 +20,18 @@ class CausalLM(Protocol):
 
     config: ModelConfig
     kv_specs: tuple[KvTensorSpec, ...]
-    """One layer's cache tensors; every layer has the same."""
+    """One layer's cache tensors on this rank; every layer has the same."""
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: TrackedWeights, device: Device, dtype: torch.dtype) -> Self:
-        """Take all weights, convert and pack them."""
+    def load(
+        cls,
+        config: ModelConfig,
+        weights: TrackedWeights,
+        device: Device,
+        dtype: torch.dtype,
+        collectives: Collectives = ALONE,
+    ) -> Self:
+        """Take all weights, or this rank's part of them, convert and pack them."""
         ...
 
     def forward(

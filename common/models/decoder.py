@@ -10,7 +10,6 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from common.device.base import (
     AttentionMetadata,
@@ -32,6 +31,9 @@ from common.models.moe import MoeMlp
 from common.models.rope import cos_sin, inverse_frequencies
 from common.models.step import ModelStep
 from common.models.weights import ROPE_FACTORS, TrackedWeights
+from common.parallel.collectives import ALONE, Collectives
+from common.parallel.shard import WHOLE, Shard
+from common.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +53,50 @@ class DecoderModel:
         self,
         config: ModelConfig,
         ops: Ops,
-        embedding: Tensor,
+        embedding: VocabularyEmbedding,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
-        head: Linear,
+        head: VocabularyHead,
         frequencies: Tensor,
+        shard: Shard = WHOLE,
     ) -> None:
         self.config = config
-        self.kv_specs: tuple[KvTensorSpec, ...] = _kv_specs(config, embedding.dtype)
+        self.kv_specs: tuple[KvTensorSpec, ...] = _kv_specs(shard.local(config), final_norm.dtype)
         self._ops = ops
         self._embedding = embedding
         self._layers = tuple(layers)
         self._final_norm = final_norm
         self._head = head
         self._frequencies = frequencies
-        self._fused = _fuse(config, ops, self._layers)
+        # Fused layers do not stop for the sums between ranks.
+        self._fused = _fuse(config, ops, self._layers) if shard.is_whole else None
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: TrackedWeights, device: Device, dtype: torch.dtype) -> Self:
-        """Take every weight, merge, convert and pack. Raises ModelLoadError for one that is missing or left over."""
-        loader = WeightLoader(weights, device, dtype)
-        embedding = loader.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    def load(
+        cls,
+        config: ModelConfig,
+        weights: TrackedWeights,
+        device: Device,
+        dtype: torch.dtype,
+        collectives: Collectives = ALONE,
+    ) -> Self:
+        """Take every weight, or this rank's part, merge, convert and pack. Raises ModelLoadError for one that is
+        missing or left over, and for a size that cannot be cut."""
+        collectives.shard.check(config)
+        loader = WeightLoader(weights, device, dtype, collectives)
+        rows = loader.vocabulary("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_load_layer(config, index, loader) for index in range(config.num_layers)]
         for extra in range(config.num_layers, config.num_layers + config.extra_layers):
             weights.skip_below(f"model.layers.{extra}.")
         return cls(
             config,
             device.ops,
-            embedding,
+            VocabularyEmbedding(rows, collectives),
             layers,
             loader.tensor("model.norm.weight", config.hidden_size),
-            _load_head(config, embedding, loader),
+            VocabularyHead(_load_head(config, rows, loader), config.vocab_size, collectives),
             _load_frequencies(config, weights).to(device.torch_device),
+            collectives.shard,
         )
 
     def forward(
@@ -96,7 +110,7 @@ class DecoderModel:
         """token_ids and positions [T] int64 -> hidden states [T, hidden] before the last norm."""
         ops, eps = self._ops, self.config.rms_norm_eps
         step = ModelStep(*cos_sin(positions, self._frequencies, self.config.rope.attention_factor), meta)
-        residual = functional.embedding(token_ids, self._embedding)
+        residual = self._embedding(token_ids)
         if self._fused is not None:
             return residual.add_(self._fused(residual, step.cos, step.sin, meta, caches, on_layer))
         # The first layer's norm stands alone; every later one is fused with the addition before it.
@@ -164,11 +178,11 @@ def _load_mlp(config: ModelConfig, index: int, prefix: str, loader: WeightLoader
 
 
 def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> Linear:
-    """The embedding again when tied, whether or not the checkpoint carries a copy."""
+    """This rank's rows. The embedding's again when tied, whether or not the checkpoint carries a copy."""
     if config.tie_word_embeddings:
         loader.weights.skip("lm_head.weight")
         return loader.ops.pack_linear(embedding)
-    return loader.linear({"lm_head": config.vocab_size}, config.hidden_size, False)
+    return loader.ops.pack_linear(loader.vocabulary("lm_head.weight", config.vocab_size, config.hidden_size))
 
 
 def _load_frequencies(config: ModelConfig, weights: TrackedWeights) -> Tensor:

@@ -45,12 +45,13 @@ class LatentAttention:
 
     @classmethod
     def load(cls, config: ModelConfig, mla: MlaConfig, layer: int, loader: WeightLoader) -> Self:
-        """Take the weights of one layer's attention."""
+        """Take the weights of this rank's heads of one layer; what makes the latent, every rank has."""
         prefix = f"model.layers.{layer}.self_attn."
         loader.weights.skip(prefix + "rotary_emb.inv_freq")
         latent_norm = loader.tensor(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
         inputs = LatentInputs.load(config, mla, prefix, loader)
-        return cls(config, mla, loader.ops, latent_norm, inputs, LatentOutputs.load(config, mla, prefix, loader))
+        outputs = LatentOutputs.load(config, mla, prefix, loader)
+        return cls(loader.shard.local(config), mla, loader.ops, latent_norm, inputs, outputs)
 
     def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
@@ -82,17 +83,18 @@ class LatentInputs:
     def load(cls, config: ModelConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
         """Rotary pairs are put into halves here, in the rows that make them: turning them needs no shuffle then."""
         order = _order_of_halves(mla)
-        rows = config.num_heads * config.head_dim
+        rows, heads = config.num_heads * config.head_dim, loader.shard.local(config).num_heads
         compressed = mla.q_lora_rank
         name, bias = ("q_a_proj", config.attention_bias) if compressed else ("q_proj", False)
-        first, first_bias = loader.stacked({prefix + name: compressed or rows}, config.hidden_size, bias)
+        rows_of_first = {prefix + name: compressed or rows}
+        first, first_bias = loader.stacked(rows_of_first, config.hidden_size, bias, split=not compressed)
         query_norm = spread = None
         if compressed:
             query_norm = loader.tensor(prefix + "q_a_layernorm.weight", compressed)
-            weight = loader.tensor(prefix + "q_b_proj.weight", rows, compressed)
-            spread = loader.ops.pack_linear(_reordered(weight, config.num_heads, mla, order))
+            weight = loader.tensor(prefix + "q_b_proj.weight", rows, compressed, split=0)
+            spread = loader.ops.pack_linear(_reordered(weight, heads, mla, order))
         else:
-            first = _reordered(first, config.num_heads, mla, order)
+            first = _reordered(first, heads, mla, order)
         merged_rows = {prefix + "kv_a_proj_with_mqa": mla.kv_lora_rank + mla.rope_head_dim}
         second, second_bias = loader.stacked(merged_rows, config.hidden_size, config.attention_bias)
         second = _reordered_end(second, order)
@@ -131,13 +133,13 @@ class LatentOutputs:
     def load(cls, config: ModelConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
         """Both maps are halves of one tensor."""
         per_head = mla.nope_head_dim + mla.v_head_dim
-        both = loader.tensor(prefix + "kv_b_proj.weight", config.num_heads * per_head, mla.kv_lora_rank)
-        both = both.view(config.num_heads, per_head, mla.kv_lora_rank)
-        outputs = {prefix + "o_proj": config.hidden_size}
+        both = loader.tensor(prefix + "kv_b_proj.weight", config.num_heads * per_head, mla.kv_lora_rank, split=0)
+        both = both.view(loader.shard.local(config).num_heads, per_head, mla.kv_lora_rank)
+        size = config.num_heads * mla.v_head_dim
         return cls(
             loader.ops.pack_per_head(both[:, : mla.nope_head_dim].contiguous()),
             loader.ops.pack_per_head(both[:, mla.nope_head_dim :].transpose(1, 2).contiguous()),
-            loader.linear(outputs, config.num_heads * mla.v_head_dim, config.output_bias),
+            loader.summed(loader.partial_linear(prefix + "o_proj", config.hidden_size, size, config.output_bias)),
         )
 
     def __call__(self, attended: Tensor) -> Tensor:

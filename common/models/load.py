@@ -22,6 +22,7 @@ from common.models.registry import family
 from common.models.weights import TrackedWeights, WeightSource
 from common.models.weights_gguf import GgufWeights
 from common.models.weights_hf import HfWeights, safetensors_files
+from common.parallel.collectives import ALONE, Collectives
 from common.tokenizer.gguf_header import read_gguf_header
 
 DtypeName = Literal["float32", "bfloat16"]
@@ -61,8 +62,9 @@ def load_model(
     max_model_len: int | None = None,
     model_name: str | None = None,
     progress: bool = True,
+    collectives: Collectives = ALONE,
 ) -> LoadedModel:
-    """Load, convert and pack a checkpoint.
+    """Load, convert and pack a checkpoint, or one rank's part of it.
 
     `dtype`: None takes the checkpoint's own, bfloat16 for GGUF. `max_model_len`: None takes the model's own limit.
     `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. Raises ModelLoadError.
@@ -75,7 +77,7 @@ def load_model(
     name = model_name or path.resolve().stem
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
         weights = TrackedWeights(source, tick)
-        model = model_class.load(config, weights, device, torch_dtype)
+        model = model_class.load(config, weights, device, torch_dtype, collectives)
         weights.refuse_rest()
     info = ModelInfo(
         name=name,

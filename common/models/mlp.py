@@ -25,10 +25,18 @@ class GatedMlp:
 
 
 def load_mlp(prefix: str, hidden_size: int, intermediate_size: int, has_bias: bool, loader: WeightLoader) -> GatedMlp:
-    """The MLP whose tensors' names begin with `prefix`."""
+    """The MLP whose tensors' names begin with `prefix`: this rank's part, and the sum over all ranks."""
+    part = load_partial_mlp(prefix, hidden_size, intermediate_size, has_bias, loader)
+    return GatedMlp(loader.ops, part.gate_up, loader.summed(part.down))
+
+
+def load_partial_mlp(
+    prefix: str, hidden_size: int, intermediate_size: int, has_bias: bool, loader: WeightLoader
+) -> GatedMlp:
+    """This rank's part of an MLP; the sum of all ranks' results is the MLP's."""
     merged = {prefix + "gate_proj": intermediate_size, prefix + "up_proj": intermediate_size}
     return GatedMlp(
         loader.ops,
-        loader.linear(merged, hidden_size, has_bias),
-        loader.linear({prefix + "down_proj": hidden_size}, intermediate_size, has_bias),
+        loader.linear(merged, hidden_size, has_bias, split=True),
+        loader.partial_linear(prefix + "down_proj", hidden_size, intermediate_size, has_bias),
     )

@@ -12,7 +12,8 @@ from common.device.base import Experts, Linear
 from common.errors import ModelLoadError
 from common.models.config import MoeConfig
 from common.models.loader import WeightLoader
-from common.models.mlp import Mlp, load_mlp
+from common.models.mlp import Mlp, load_partial_mlp
+from common.parallel.collectives import Collectives
 
 _NEVER_ZERO = 1e-20
 """Added to a sum of sigmoids before it divides."""
@@ -53,12 +54,13 @@ class Router:
 
 
 class MoeMlp:
-    """Implements Mlp."""
+    """Implements Mlp. Every rank chooses the same experts and computes its part of each."""
 
-    def __init__(self, router: Router, experts: Experts, shared: Mlp | None) -> None:
+    def __init__(self, router: Router, experts: Experts, shared: Mlp | None, collectives: Collectives) -> None:
         self._router = router
         self._experts = experts
         self._shared = shared
+        self._collectives = collectives
 
     @classmethod
     def load(cls, prefix: str, hidden_size: int, moe: MoeConfig, has_bias: bool, loader: WeightLoader) -> Self:
@@ -71,19 +73,20 @@ class MoeMlp:
         gate_ups, downs = [], []
         for expert in range(moe.num_experts):
             own, size = f"{prefix}experts.{expert}.", moe.intermediate_size
-            gate_ups.append(loader.stacked({own + "gate_proj": size, own + "up_proj": size}, hidden_size, False)[0])
-            downs.append(loader.tensor(own + "down_proj.weight", hidden_size, size))
+            merged = {own + "gate_proj": size, own + "up_proj": size}
+            gate_ups.append(loader.stacked(merged, hidden_size, False, split=True)[0])
+            downs.append(loader.tensor(own + "down_proj.weight", hidden_size, size, split=1))
         shared = None
         if moe.shared_intermediate_size:
             size = moe.shared_intermediate_size
-            shared = load_mlp(prefix + "shared_experts.", hidden_size, size, has_bias, loader)
+            shared = load_partial_mlp(prefix + "shared_experts.", hidden_size, size, has_bias, loader)
         router = Router(moe, loader.ops.pack_linear(gate), bias)
-        return cls(router, loader.ops.pack_experts(gate_ups, downs), shared)
+        return cls(router, loader.ops.pack_experts(gate_ups, downs), shared, loader.collectives)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         out = self._experts(hidden, *self._router(hidden))
-        return out if self._shared is None else out + self._shared(hidden)
+        return self._collectives.sum(out if self._shared is None else out + self._shared(hidden))
 
 
 def check_experts(moe: MoeConfig) -> None:

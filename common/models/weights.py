@@ -1,6 +1,7 @@
 """Where weights come from, as a type, and the bookkeeping that no weight is left over. Names are HuggingFace's."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -11,6 +12,19 @@ ROPE_FACTORS = "rope_freqs.weight"
 """GGUF files of Llama 3.1 and later carry the stretching of the rotary frequencies as this tensor."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """[start, end) along one axis of a tensor."""
+
+    axis: int
+    start: int
+    end: int
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The part of a whole tensor; shares its memory."""
+        return tensor.narrow(self.axis, self.start, self.end - self.start)
+
+
 class WeightSource(Protocol):
     """A checkpoint's tensors by HuggingFace name."""
 
@@ -18,8 +32,12 @@ class WeightSource(Protocol):
         """Every tensor that is there."""
         ...
 
-    def get(self, name: str) -> Tensor:
-        """The tensor on the host, in the checkpoint's dtype. Raises ModelLoadError when it is missing."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        ...
+
+    def get(self, name: str, part: Part | None = None) -> Tensor:
+        """The tensor, or a part of it, on the host, in the checkpoint's dtype. Raises ModelLoadError for bad files."""
         ...
 
 
@@ -35,13 +53,14 @@ class TrackedWeights:
         """Whether the checkpoint has this tensor."""
         return name in self._source.names()
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, checked for its shape."""
+    def take(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The tensor, checked for its shape; with `part`, no more than that."""
         if not self.has(name):
             raise ModelLoadError(f"the checkpoint has no tensor {name}")
-        tensor = self._source.get(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"tensor {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
+        found = self._source.shape(name)
+        if found != shape:
+            raise ModelLoadError(f"tensor {name} has shape {found}, the configuration says {shape}")
+        tensor = self._source.get(name, part)
         self.skip(name)
         self._on_taken()
         return tensor

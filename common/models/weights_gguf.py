@@ -1,5 +1,6 @@
 """Weights of a GGUF file, dequantised and renamed to HuggingFace's names, rows of q and k in HuggingFace's order."""
 
+import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from common.errors import ModelLoadError
 from common.models.config import ModelConfig
-from common.models.weights import ROPE_FACTORS
+from common.models.weights import ROPE_FACTORS, Part
 from common.tokenizer.gguf_header import GgufHeader, GgufTensor
 
 _WHOLE = {
@@ -66,16 +67,27 @@ class GgufWeights:
         """Every tensor, by HuggingFace name."""
         return frozenset(self._tensors)
 
-    def get(self, name: str) -> Tensor:
-        """The tensor as float32, its rows in HuggingFace's order."""
-        values = self._read(self._tensors[name])
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there: GGUF's, reversed."""
+        return tuple(self._tensors[name].shape[::-1])
+
+    def get(self, name: str, part: Part | None = None) -> Tensor:
+        """The tensor or a part of it as float32, its rows in HuggingFace's order.
+
+        Of a part along the rows no more is read; along another axis all is, for quantised blocks lie along it.
+        """
+        rows = slice(part.start, part.end) if part is not None and part.axis == 0 else slice(None)
+        values = self._read(self._tensors[name], rows)
         projection = name.rsplit(".", 2)[-2] if name.count(".") >= 2 else ""
         if projection in self._heads:
-            values = _in_half_split_order(values, self._heads[projection])
-        return torch.from_numpy(np.ascontiguousarray(values))
+            # The order is each head's own, and parts consist of whole heads.
+            heads = self._heads[projection] * len(values) // self.shape(name)[0]
+            values = _in_half_split_order(values, heads)
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        return tensor if part is None or part.axis == 0 else part.cut(tensor)
 
-    def _read(self, tensor: GgufTensor) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-        """Dequantised, in rows: GGUF's shape reversed. The result shares nothing with the file."""
+    def _read(self, tensor: GgufTensor, rows: slice) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
+        """Some rows, dequantised. The result shares nothing with the file."""
         if self._data is None:
             raise ModelLoadError(f"{self._path} is not open")
         try:
@@ -83,13 +95,19 @@ class GgufWeights:
             per_block, block_bytes = GGML_QUANT_SIZES[kind]
             shape = tensor.shape[::-1]
             row_bytes = shape[-1] // per_block * block_bytes
-            count = row_bytes * int(np.prod(shape[:-1], dtype=np.int64))
-            raw = self._data[tensor.offset : tensor.offset + count]
+            if len(shape) == 1:  # its one row holds all of it
+                shape = (1, *shape)
+            first, last, _ = (slice(None) if len(tensor.shape) == 1 else rows).indices(shape[0])
+            each = row_bytes * math.prod(shape[1:-1])
+            shape, count = (last - first, *shape[1:]), (last - first) * each
+            start = tensor.offset + first * each
+            raw = self._data[start : start + count]
             if len(raw) != count:
                 raise ValueError("the file ends too early")
             blocks = np.frombuffer(raw, np.uint8).reshape(*shape[:-1], row_bytes)
             typed = blocks.view(_PLAIN_TYPES[kind]) if kind in _PLAIN_TYPES else blocks
-            return dequantize(typed, kind).astype(np.float32, copy=True).reshape(shape)
+            values = dequantize(typed, kind).astype(np.float32, copy=True).reshape(shape)
+            return values[0][rows] if len(tensor.shape) == 1 else values
         except (ValueError, KeyError, NotImplementedError) as error:
             raise ModelLoadError(f"tensor {tensor.name} of {self._path} cannot be read: {error}") from error
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.errors import ModelLoadError
 from common.models.json_file import read_json
+from common.models.weights import Part
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -55,9 +56,17 @@ class HfWeights:
         """Every tensor of every shard."""
         return frozenset(self._file_of)
 
-    def get(self, name: str) -> Tensor:
-        """The tensor on the host, in its own dtype."""
-        tensor: Tensor = self._file_of[name].get_tensor(name)  # type: ignore[no-untyped-call]
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+
+    def get(self, name: str, part: Part | None = None) -> Tensor:
+        """The tensor or a part of it on the host, in its own dtype; no more of the file is read."""
+        file = self._file_of[name]
+        if part is None:
+            tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        else:
+            tensor = file.get_slice(name)[(slice(None),) * part.axis + (slice(part.start, part.end),)]  # type: ignore[no-untyped-call]
         return tensor
 
 

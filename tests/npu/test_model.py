@@ -37,8 +37,11 @@ class RandomWeights:
     def names(self):
         return frozenset(self._tensors)
 
-    def get(self, name):
-        return self._tensors[name]
+    def shape(self, name):
+        return tuple(self._tensors[name].shape)
+
+    def get(self, name, part=None):
+        return self._tensors[name] if part is None else part.cut(self._tensors[name])
 
 
 def logits_of_two_steps(ops):

@@ -17,6 +17,7 @@ class PagedDevice:
         self.torch_device = cpu.torch_device
         self.ops: Ops = TorchOps()
         self.activate_thread = cpu.activate_thread
+        self.group = cpu.group
         self.memory_info = cpu.memory_info
         self.supported_block_size = cpu.supported_block_size
         self.pinned_empty = cpu.pinned_empty

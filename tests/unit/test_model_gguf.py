@@ -12,6 +12,7 @@ from common.device.cpu import CpuDevice
 from common.errors import ModelLoadError
 from common.models.gguf_config import read_gguf_config
 from common.models.load import load_model
+from common.models.weights import Part
 from common.models.weights_gguf import GgufWeights
 from common.tokenizer.gguf_header import read_gguf_header
 from tests.support.engine_driver import EngineDriver
@@ -153,3 +154,17 @@ def test_weights_that_end_too_early_are_a_load_error(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4000])
     with pytest.raises(ModelLoadError, match="ends too early"):
         load_model(path, device=CpuDevice(1), progress=False)
+
+
+def test_a_part_of_a_tensor_is_what_the_whole_one_has_there(tmp_path: Path) -> None:
+    """Rows in llama.cpp's order too: a part is of whole heads."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, make_checkpoint(tmp_path / "hf", num_key_value_heads=3))
+    header = read_gguf_header(path)
+    with GgufWeights(path, header, read_gguf_config(header)) as weights:
+        for name in weights.names():
+            whole = weights.get(name)
+            assert weights.shape(name) == tuple(whole.shape)
+            for axis, length in enumerate(whole.shape):
+                part = Part(axis, length // 3, 2 * length // 3)
+                assert torch.equal(weights.get(name, part), part.cut(whole)), name

@@ -1,0 +1,52 @@
+"""Steps on several ranks: rank 0 passes each plan on before it computes its own part; the others draw nothing."""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from common.engine.runner import LayersDone, ModelRunner
+from common.engine.sampler import SampleResult
+from common.sampling_params import SamplingParams
+from common.scheduling.step import StepPlan, StepResult
+
+
+class LeadRunner:
+    """Rank 0's StepRunner.
+
+    What it reports of layers holds for every rank: a layer's attention ends with a sum to which each rank comes after
+    it has written its KV of that layer.
+    """
+
+    def __init__(self, own: ModelRunner, pass_on: Callable[[StepPlan], None]) -> None:
+        self._own = own
+        self._pass_on = pass_on
+
+    def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
+        """See ModelRunner. RuntimeError when another rank is gone."""
+        if plan.scheduled:
+            # The samplers' part stays here.
+            self._pass_on(replace(plan, new=(), finished=(), report_layers=False))
+        return self._own.execute(plan, on_layers_done)
+
+    def check_invariants(self) -> None:
+        """Those of this rank's own part."""
+        self._own.check_invariants()
+
+
+class SilentSampler:
+    """Implements TokenSampler where nothing is drawn: rank 0 does that for all."""
+
+    def add(self, seq_id: int, token_ids: "array[int]", sampling: SamplingParams) -> None:
+        """Nothing is kept."""
+
+    def drop(self, seq_id: int) -> None:
+        """There is nothing to forget."""
+
+    def sample(self, seq_ids: Sequence[int], positions: Sequence[int], logits: Tensor) -> SampleResult:
+        """No token."""
+        return SampleResult()
+
+    def check_invariants(self) -> None:
+        """There is no state."""

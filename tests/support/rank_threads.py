@@ -1,0 +1,75 @@
+"""A tensor-parallel engine whose ranks are threads of the test, over a real group: the arithmetic without processes."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from common.device.base import Device
+from common.device.cpu import CpuDevice
+from common.engine.kv_cache import KvCache
+from common.engine.runner import ModelRunner
+from common.models.load import LoadedModel, load_model
+from common.parallel.collectives import GroupCollectives
+from common.parallel.group import join_store, meet, open_store
+from common.parallel.shard import Shard
+from common.ranks.runner import LeadRunner, SilentSampler
+from common.scheduling.step import StepPlan
+from tests.support.engine_driver import EngineDriver
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def load_ranks(path: Path, size: int, device: Device | None = None, **options: Any) -> list[LoadedModel]:
+    """The model's parts, connected."""
+    device = device or CpuDevice(1)
+    collectives = [GroupCollectives(Shard(rank, size)) for rank in range(size)]
+    loaded = [load_model(path, device=device, progress=False, collectives=own, **options) for own in collectives]
+    store = open_store()
+    with ThreadPoolExecutor(size) as pool:
+        met = [
+            pool.submit(meet, own, device, store if own.shard.is_first else join_store(store.port, TIMEOUT), TIMEOUT)
+            for own in collectives
+        ]
+        for one in met:
+            one.result()
+    return loaded
+
+
+@contextmanager
+def rank_driver(
+    ranks: list[LoadedModel], device: Device | None = None, blocks: int = 256, block_size: int = 4
+) -> Iterator[EngineDriver]:
+    """A driver of rank 0; the other ranks follow it, each in a thread, and end with the block."""
+    device = device or CpuDevice(1)
+    first, *others = ranks
+    plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in others]
+    driver = EngineDriver(first, device, blocks, block_size)
+
+    def follow(loaded: LoadedModel, own: "queue.SimpleQueue[StepPlan | None]") -> None:
+        device.activate_thread()
+        cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
+        runner = ModelRunner(loaded.model, cache, SilentSampler(), device)
+        while (plan := own.get()) is not None:
+            assert runner.execute(plan).sampled == {}
+
+    def pass_on(plan: StepPlan) -> None:
+        for own in plans:
+            own.put(plan)
+
+    driver.runner = LeadRunner(driver.runner, pass_on)  # type: ignore[assignment]
+    threads = [threading.Thread(target=follow, args=pair, daemon=True) for pair in zip(others, plans, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield driver
+    finally:
+        for own in plans:
+            own.put(None)
+        for thread in threads:
+            thread.join(60.0)
+            assert not thread.is_alive(), "a rank did not end"
