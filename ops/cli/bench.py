@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.config.host import probe_host
 from common.errors import ModelLoadError
+from ops.cli import bench_serve
 from ops.cli.errors import DONE
 from ops.cli.node import set_thread_variables
 
@@ -28,6 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
     engine.add_argument("--json", action="store_true", help="print JSON")
     engine.set_defaults(run=run)
+    bench_serve.add_parser(subjects)
 
 
 def run(args: argparse.Namespace) -> int:

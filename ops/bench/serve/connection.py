@@ -1,0 +1,140 @@
+"""One keep-alive HTTP/1.1 connection that notes when each piece of an answer came. An asyncio protocol, no streams:
+a piece is handed on in the very call in which the loop read it, with one reading of the monotonic clock."""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from common.errors import ConfigError
+from ops.bench.serve.response import MalformedAnswerError, ResponseReader
+
+OnBody = Callable[[float, bytes], None]
+"""Called with seconds of the monotonic clock and the bytes of the body that came then."""
+
+
+class CutOffError(Exception):
+    """The connection ended before the answer did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a server is."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str
+    """Of every path; without a slash at its end."""
+
+    @property
+    def authority(self) -> str:
+        """For the Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
+
+
+def parse_url(url: str) -> Target:
+    """Raises ConfigError for what is no http or https URL."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"--url: {url}: {error}") from None
+    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
+        raise ConfigError(f"--url: expected http://host:port, got {url!r}")
+    tls = parts.scheme == "https"
+    return Target(host, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+
+class Connection(asyncio.Protocol):
+    """Sends one request at a time. Use `open`; `close` it in the end."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._transport: asyncio.Transport | None = None
+        self._reader: ResponseReader | None = None
+        self._on_body: OnBody | None = None
+        self._done: asyncio.Future[None] | None = None
+        self._lost = False
+
+    @classmethod
+    async def open(cls, target: Target) -> "Connection":
+        """OSError when nobody listens."""
+        context = ssl.create_default_context() if target.tls else None
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: cls(target), target.host, target.port, ssl=context
+        )
+        return connection
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another request may be sent on it."""
+        kept = self._reader is None or self._reader.keeps_connection
+        return kept and not self._lost and self._transport is not None and not self._transport.is_closing()
+
+    def close(self) -> None:
+        """Leave, whatever is under way."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def ask(self, method: str, path: str, body: bytes, accept: str, on_body: OnBody) -> int:
+        """Send a request; returns its status when all of the answer came.
+
+        Raises CutOffError and MalformedAnswerError.
+        """
+        assert self._transport is not None
+        self._reader, self._on_body = ResponseReader(), on_body
+        self._done = asyncio.get_running_loop().create_future()
+        head = (
+            f"{method} {self._target.prefix}{path} HTTP/1.1\r\nHost: {self._target.authority}\r\nAccept: {accept}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        if self._lost:
+            raise CutOffError
+        self._transport.write(head.encode("ascii") + body)
+        await self._done
+        return self._reader.status
+
+    # -- what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Ready to send."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """A piece came."""
+        now = time.monotonic()
+        reader, done = self._reader, self._done
+        if reader is None or done is None or done.done():
+            # Bytes that nobody asked for: the connection cannot be trusted any more.
+            self.close()
+            return
+        try:
+            body = reader.feed(data)
+            if body and self._on_body is not None:
+                self._on_body(now, body)
+        except MalformedAnswerError as error:
+            self._finish(error)
+            return
+        if reader.complete:
+            self._finish(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end, by whichever side."""
+        self._lost = True
+        whole = self._reader is not None and self._reader.end()
+        self._finish(None if whole else CutOffError())
+
+    def _finish(self, error: Exception | None) -> None:
+        done = self._done
+        if done is None or done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            self.close()
+            done.set_exception(error)

@@ -1,0 +1,143 @@
+"""One measured request: sends it, notes when its tokens came, and says how it ended."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import orjson
+
+from ops.bench.serve.connection import Connection, CutOffError, Target
+from ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
+from ops.bench.serve.response import EventSplitter, MalformedAnswerError
+
+_OK = 200
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times are seconds of the monotonic clock."""
+
+    due: float
+    """When it was to be sent: what its times count from, also where the client was late."""
+    sent: float = 0.0
+    ended: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many at that time."""
+    tokens: int = 0
+    """All of them, by the server's own count where it gives one."""
+    counted_by: CountedBy = "ids"
+    error: str = ""
+    """Empty: whole. Else a kind, fit for counting: connect, http_503, timeout, cut_off, error_event, ..."""
+    detail: str = ""
+    """What was said, for people."""
+
+
+class Requester:
+    """Sends requests to one server, over connections that are kept and taken again."""
+
+    def __init__(self, target: Target, dialect: Dialect, timeout_s: float) -> None:
+        self._target = target
+        self._dialect = dialect
+        self._timeout_s = timeout_s
+        self._idle: list[Connection] = []
+
+    async def send(self, body: bytes, due: float) -> Outcome:
+        """One request. Never raises for what the server does."""
+        clock = asyncio.get_running_loop().time
+        outcome = Outcome(due, sent=clock())
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._connection()
+                await self._ask(connection, body, outcome)
+        except TimeoutError:
+            _fail(outcome, "timeout", f"no whole answer within {self._timeout_s:g} s")
+        except CutOffError:
+            _fail(outcome, "cut_off", "the connection ended before the answer did")
+        except MalformedAnswerError as error:
+            _fail(outcome, "garbage", str(error))
+        except EventError as error:
+            _fail(outcome, error.kind, str(error))
+        except OSError as error:
+            _fail(outcome, "connect", error.strerror or str(error) or type(error).__name__)
+        finally:
+            outcome.ended = clock()
+            self._give_back(connection)
+        return outcome
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.can_go_on:
+                return connection
+            connection.close()
+        return await Connection.open(self._target)
+
+    def _give_back(self, connection: Connection | None) -> None:
+        if connection is None:
+            return
+        if connection.can_go_on:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    async def _ask(self, connection: Connection, body: bytes, outcome: Outcome) -> None:
+        stream = _Stream(self._dialect, outcome)
+        status = await connection.ask("POST", self._dialect.path, body, "text/event-stream", stream.on_body)
+        if status != _OK:
+            raise EventError(f"http_{status}", f"{status} {_said(stream.raw)}")
+        if stream.error is not None:
+            raise stream.error
+        progress = stream.progress
+        outcome.counted_by = progress.counted_by
+        outcome.tokens = progress.tokens if progress.total is None else progress.total
+        if not progress.finished:
+            raise EventError("cut_off", f"the stream ended after {progress.tokens} tokens without saying why")
+
+
+class _Stream:
+    """The body of one answer on its way to an outcome."""
+
+    def __init__(self, dialect: Dialect, outcome: Outcome) -> None:
+        self.progress = Progress()
+        self.error: EventError | None = None
+        self.raw = b""
+        """The beginning of the body, for what is no stream."""
+        self._dialect = dialect
+        self._arrivals = outcome.arrivals
+        self._splitter = EventSplitter()
+
+    def on_body(self, now: float, data: bytes) -> None:
+        if not self.raw:
+            self.raw = data
+        for event in self._splitter.feed(data):
+            if self.error is not None:
+                return
+            try:
+                new = self._dialect.read(event, self.progress)
+            except EventError as error:
+                self.error = error
+                return
+            if new:
+                self._arrivals.append((now, new))
+
+
+def _fail(outcome: Outcome, kind: str, detail: str) -> None:
+    outcome.error, outcome.detail = kind, detail
+
+
+def _said(body: bytes) -> str:
+    """The server's own words out of an error's body."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        fields = None
+    error = fields.get("error") if isinstance(fields, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message")
+    return str(error)[:200] if error else body[:200].decode(errors="replace").strip()

@@ -1,0 +1,131 @@
+"""A measurement of a running server from beginning to end: what it speaks, a first request, a warm-up, then the load.
+
+The client is one process with one event loop, and has neither an HTTP library nor a task for a token. Its own ceiling
+is what `python -m ops.bench.serve.ceiling` prints; the report's `client` says how much of a core a run took.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import orjson
+
+from common.errors import KvferryError
+from ops.bench.serve.connection import Connection, CutOffError, Target, parse_url
+from ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
+from ops.bench.serve.load import Load, OnEnd, prompts, run_load
+from ops.bench.serve.report import Frame, ServeReport, make_report
+from ops.bench.serve.request import Requester
+from ops.bench.serve.response import MalformedAnswerError
+
+Api = Literal["auto", "infer", "openai"]
+
+_ASK_S = 10.0
+_OK, _BAD_REQUEST, _NOT_FOUND, _UNPROCESSABLE = 200, 400, 404, 422
+_LONGEST_SERVER_TIMEOUT_S = 3600
+_FEW_IDS = 1000
+"""Prompts are drawn from so many ids where the server does not say how large its vocabulary is."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """What is to be measured."""
+
+    url: str
+    model: str
+    api: Api
+    load: Load
+    """A vocab_size of 0 stands for the server's own."""
+    warmup: int
+    timeout_s: float
+    ignore_eos: bool = False
+
+
+async def measure(bench: ServeBench, on_end: OnEnd) -> ServeReport:
+    """Run it. KvferryError, in one line, when the server cannot be measured: nobody there, no such model, refused."""
+    target = parse_url(bench.url)
+    vocab_size = await _vocab_size(target, bench) if bench.api != "openai" else None
+    if vocab_size is None and bench.api == "infer":
+        raise KvferryError(f"{bench.url} has no /v2/models/{bench.model}: is the model's name right?")
+    api = "openai" if vocab_size is None else "infer"
+    load = replace(bench.load, vocab_size=bench.load.vocab_size or vocab_size or _FEW_IDS)
+    dialect = await _working_dialect(target, bench, api, load)
+    requester = Requester(target, dialect, bench.timeout_s)
+    try:
+        await _warm_up(requester, dialect, load, bench.warmup)
+        bodies = [dialect.body(prompt, load.output_len) for prompt in prompts(load, load.requests, "load")]
+        cpu = time.process_time()
+        outcomes = await run_load(requester, load, bodies, on_end)
+        cpu = time.process_time() - cpu
+    finally:
+        requester.close()
+    if all(outcome.error for outcome in outcomes):
+        raise KvferryError(f"all {len(outcomes)} requests failed, the first: {outcomes[0].detail}")
+    # The request that found out what the server speaks was one of the warm-up.
+    frame = Frame(bench.url, bench.model, api, bench.warmup + 1, cpu)
+    return make_report(frame, load, outcomes)
+
+
+async def _warm_up(requester: Requester, dialect: Dialect, load: Load, count: int) -> None:
+    """Requests of the same kind that are not counted: connections, pools and caches of the code are there then."""
+    bodies = [dialect.body(prompt, load.output_len) for prompt in prompts(load, count, "warm-up")]
+    await run_load(
+        requester, replace(load, rate=None, concurrency=load.concurrency or max(1, count)), bodies, lambda _: None
+    )
+
+
+async def _working_dialect(target: Target, bench: ServeBench, api: str, load: Load) -> Dialect:
+    """The API, with as much beside the plain request as the server takes; found out by a request that works."""
+    server_timeout = min(_LONGEST_SERVER_TIMEOUT_S, max(1, round(bench.timeout_s)))
+    candidates: list[Dialect] = [InferDialect(bench.model, server_timeout)]
+    if api == "openai":
+        candidates = [OpenAiDialect(bench.model, extras, ignore_eos=bench.ignore_eos) for extras in EXTRAS]
+    (prompt,) = prompts(load, 1, "first")
+    for dialect in candidates:
+        requester = Requester(target, dialect, bench.timeout_s)
+        outcome = await requester.send(dialect.body(prompt, load.output_len), asyncio.get_running_loop().time())
+        requester.close()
+        if not outcome.error:
+            return dialect
+        if outcome.error not in (f"http_{_BAD_REQUEST}", f"http_{_UNPROCESSABLE}"):
+            break
+    if bench.api == "auto" and outcome.error == f"http_{_NOT_FOUND}":
+        raise KvferryError(
+            f"{bench.url} has neither /v2/models/{bench.model} nor {dialect.path} for {bench.model}: is the name right?"
+        )
+    raise KvferryError(f"{bench.url.rstrip('/')}{dialect.path}: {outcome.detail}")
+
+
+async def _vocab_size(target: Target, bench: ServeBench) -> int | None:
+    """As `/v2/models/{model}/config` says; None when there is no such model behind this API."""
+    path = InferDialect(bench.model, 1).path.removesuffix("/infer") + "/config"
+    status, body = await _get(target, path, bench.url)
+    if status != _OK:
+        return None
+    try:
+        size = orjson.loads(body)["vocab_size"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        size = None
+    return size if isinstance(size, int) and size > 0 else _FEW_IDS
+
+
+async def _get(target: Target, path: str, url: str) -> tuple[int, bytes]:
+    pieces: list[bytes] = []
+    connection: Connection | None = None
+    try:
+        async with asyncio.timeout(_ASK_S):
+            connection = await Connection.open(target)
+            status = await connection.ask("GET", path, b"", "application/json", lambda _, data: pieces.append(data))
+    except TimeoutError:
+        raise KvferryError(f"{url}: no answer within {_ASK_S:g} s") from None
+    except CutOffError:
+        raise KvferryError(f"{url}: the connection ended before the answer did") from None
+    except MalformedAnswerError as error:
+        raise KvferryError(f"{url}: {error}") from None
+    except OSError as error:
+        raise KvferryError(f"{url}: {error.strerror or error}") from None
+    finally:
+        if connection is not None:
+            connection.close()
+    return status, b"".join(pieces)

@@ -1,0 +1,104 @@
+"""A small OpenAI-style completions server, falcon under uvicorn, that streams as different peers do."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import falcon
+import uvicorn
+from falcon.asgi import App, Request, Response
+
+
+@dataclass
+class Peer:
+    """How the server behaves, and what it was asked."""
+
+    pieces: tuple[int, ...] = (1, 1, 1, 1)
+    """How many tokens each event has, in turn and again from the start."""
+    gives: str = "usage"
+    """`ids`: token_ids in every event; `running`: a running count; `usage`: a count in the end; `text`: nothing."""
+    refuses: tuple[str, ...] = ()
+    """Fields that it answers with 422."""
+    pause_s: float = 0.0
+    """Before each event."""
+    breaks_after: int | None = None
+    """Events after which the connection is dropped."""
+    fails_from: int | None = None
+    """Requests from this one on are answered with 503."""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+
+class _Completions:
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    async def on_post(self, req: Request, resp: Response) -> None:
+        peer = self._peer
+        body = json.loads(await req.stream.read())
+        peer.bodies.append(body)
+        if body["model"] != "m":
+            raise falcon.HTTPNotFound(description="no such model")
+        refused = [name for name in peer.refuses if name in body]
+        if refused:
+            resp.status, resp.media = 422, {"error": {"message": f"unknown field {refused[0]}"}}
+        elif peer.fails_from is not None and len(peer.bodies) > peer.fails_from:
+            resp.status, resp.media = 503, {"error": {"message": "too busy"}}
+        else:
+            resp.content_type = "text/event-stream"
+            resp.stream = self._stream(body)
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        peer, sent, events = self._peer, 0, 0
+        wanted: int = body["max_tokens"]
+        while sent < wanted:
+            new = min(peer.pieces[events % len(peer.pieces)], wanted - sent)
+            sent, events = sent + new, events + 1
+            await asyncio.sleep(peer.pause_s)
+            choice: dict[str, Any] = {"index": 0, "text": "x" * new, "finish_reason": None}
+            event: dict[str, Any] = {"choices": [choice]}
+            if peer.gives == "ids":
+                choice["token_ids"] = [5] * new
+            elif peer.gives == "running":
+                event["usage"] = {"completion_tokens": sent}
+            yield _event(event)
+            if events == peer.breaks_after:
+                raise ConnectionAbortedError
+        if peer.gives == "usage":
+            yield _event({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": sent}})
+        yield b"data: [DONE]\n\n"
+
+
+@contextlib.contextmanager
+def openai_server(peer: Peer) -> Iterator[Peer]:
+    """The server in a thread of its own; sets `peer.url`."""
+    app = App()
+    app.add_route("/v1/completions", _Completions(peer))
+    config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    started = threading.Event()
+
+    async def serve() -> None:
+        socket = config.bind_socket()
+        peer.url = f"http://127.0.0.1:{socket.getsockname()[1]}"
+        socket.listen()
+        started.set()
+        await server.serve(sockets=[socket])
+        socket.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield peer
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def _event(fields: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"

@@ -1,0 +1,207 @@
+"""`kvferry bench serve` against a real OpenAI-style server, and its figures out of known times."""
+
+import json
+
+import pytest
+
+from ops.bench.serve.load import Load, arrival_times, prompts
+from ops.bench.serve.report import Frame, first_gap, make_report, mean_gap, spread, token_gaps
+from ops.bench.serve.request import Outcome
+from ops.cli.main import main
+from tests.support.openai_server import Peer, openai_server
+
+FRAME = Frame("http://x", "m", "infer", 1, cpu_s=0.5)
+
+
+def bench(url: str, *words: str, model: str = "m") -> int:
+    sizes = ("--input-len", "5", "--output-len", "12", "--requests", "6", "--concurrency", "2", "--warmup", "1")
+    return main(["bench", "serve", "--url", url, "--model", model, *sizes, *words])
+
+
+def load(**changes: object) -> Load:
+    fields = {"requests": 3, "input_len": 4, "output_len": 3, "concurrency": 2, "rate": None, "seed": 1}
+    return Load(**{**fields, "vocab_size": 50, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("gives", "counted"), [("ids", "ids"), ("running", "usage"), ("usage", "events"), ("text", "events")]
+)
+def test_an_openai_style_server_is_measured(capsys: pytest.CaptureFixture[str], gives: str, counted: str) -> None:
+    with openai_server(Peer(gives=gives)) as peer:
+        assert bench(peer.url, "--json") == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert err == ""
+    assert (report["api"], report["completed"], report["failed"], report["errors"]) == ("openai", 6, 0, {})
+    assert (report["output_tokens"], report["input_tokens"], report["short"]) == (72, 30, 0)
+    assert report["tokens_counted_by"] == counted
+    assert report["warmup_requests"] == 2
+    assert len(peer.bodies) == 8
+    assert len({tuple(body["prompt"]) for body in peer.bodies}) == 8
+    for times in ("ttft_ms", "first_gap_ms", "itl_ms", "tpot_ms", "e2e_ms"):
+        assert 0 <= report[times]["p50"] <= report[times]["p99"] <= report[times]["max"]
+    assert report["ttft_ms"]["max"] <= report["e2e_ms"]["max"]
+    assert report["client"]["cpu_share"] > 0
+
+
+@pytest.mark.parametrize("gives", ["ids", "running"])
+def test_a_first_token_among_several_hides_the_first_gap(capsys: pytest.CaptureFixture[str], gives: str) -> None:
+    with openai_server(Peer(pieces=(3, 1), gives=gives)) as peer:
+        assert bench(peer.url, "--json") == 0
+        report = json.loads(capsys.readouterr().out)
+        assert bench(peer.url) == 0
+    assert (report["first_gap_ms"], report["first_gap_hidden"]) == (None, 6)
+    assert report["output_tokens"] == 72
+    assert report["tokens_per_arrival"] >= 2
+    table = capsys.readouterr().out
+    assert "6 requests: first and second token came together" in table
+    assert "first to second" not in table
+
+
+def test_the_servers_final_count_decides_where_events_hold_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer(pieces=(4,), gives="usage")) as peer:
+        assert bench(peer.url, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["output_tokens"], report["tokens_counted_by"], report["short"]) == (72, "events", 0)
+    assert report["tokens_per_arrival"] >= 4
+
+
+def test_a_server_that_refuses_extras_is_asked_without(capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer(refuses=("return_token_ids", "stream_options"))) as peer:
+        assert bench(peer.url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["completed"] == 6
+    assert ["return_token_ids" in body for body in peer.bodies[:3]] == [True, False, False]
+    assert ["stream_options" in body for body in peer.bodies[:3]] == [True, True, False]
+    assert all("stream_options" not in body for body in peer.bodies[3:])
+
+
+def test_poisson_arrivals_are_sent_without_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer(pause_s=0.005)) as peer:
+        words = ["bench", "serve", "--url", peer.url, "--model", "m", "--rate", "500", "--requests", "9"]
+        assert main([*words, "--output-len", "4", "--ignore-eos", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["mode"], report["rate"], report["concurrency"], report["completed"]) == ("poisson", 500, None, 9)
+    assert all(body["ignore_eos"] is True for body in peer.bodies)
+
+
+def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer(fails_from=4)) as peer:
+        assert bench(peer.url, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["completed"], report["failed"], report["errors"]) == (2, 4, {"http_503": 4})
+    assert report["output_tokens"] == 24
+
+
+@pytest.mark.parametrize(
+    ("peer", "said"),
+    [
+        (Peer(fails_from=0), "/v1/completions: 503 too busy"),
+        (Peer(fails_from=2), "all 6 requests failed, the first: 503 too busy"),
+        (Peer(refuses=("prompt",)), "422 unknown field prompt"),
+        (Peer(breaks_after=2), "the connection ended before the answer did"),
+    ],
+)
+def test_a_server_that_cannot_be_measured_is_one_line(
+    peer: Peer, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with openai_server(peer):
+        assert bench(peer.url) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("kvferry bench: error: ")
+    assert said in line
+
+
+def test_a_request_that_takes_too_long_is_a_timeout(capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer(pause_s=0.5)) as peer:
+        assert bench(peer.url, "--output-len", "1", "--timeout", "0.05") == 1
+    assert "no whole answer within 0.05 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--url", "ftp://x"), 2, "expected http://host:port"),
+        (("--url", "http://x:port"), 2, "--url"),
+        (("--concurrency", "0"), 2, "expected at least 1"),
+        (("--rate", "nan"), 2, "above 0"),
+        (("--requests", "many"), 2, "--requests"),
+        (("--url", "http://127.0.0.1:9"), 1, "http://127.0.0.1:9: "),
+    ],
+)
+def test_wrong_use(words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        got = main(["bench", "serve", "--model", "m", *words])
+    except SystemExit as end:
+        got = int(str(end.code))
+    assert got == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("api", "said"), [("auto", "has neither /v2/models/other nor"), ("infer", "has no /v2"), ("openai", "404")]
+)
+def test_an_unknown_model(api: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer()) as peer:
+        assert bench(peer.url, "--api", api, model="other") == 1
+    assert said in capsys.readouterr().err
+
+
+# -- figures
+
+
+def outcome(*arrivals: tuple[float, int], due: float = 0.0, error: str = "") -> Outcome:
+    tokens = sum(count for _, count in arrivals)
+    ended = arrivals[-1][0] if arrivals else due + 1.0
+    return Outcome(due, sent=due, ended=ended, arrivals=list(arrivals), tokens=tokens, error=error)
+
+
+def test_gaps_of_tokens_that_come_together() -> None:
+    several = outcome((1.0, 1), (1.5, 3), (3.5, 1))
+    assert list(token_gaps(several)) == [0.5, 0.0, 0.0, 2.0]
+    assert first_gap(several) == 0.5
+    assert mean_gap(several) == pytest.approx(2.5 / 4)
+    assert first_gap(outcome((1.0, 2), (1.5, 1))) is None
+    assert mean_gap(outcome((1.0, 5))) is None
+    assert list(token_gaps(outcome((1.0, 5)))) == []
+
+
+def test_times_count_from_when_a_request_was_due() -> None:
+    late = Outcome(due=10.0, sent=10.25, ended=12.0, arrivals=[(11.0, 1), (12.0, 1)], tokens=2)
+    report = make_report(FRAME, load(concurrency=None, rate=2.0), [late])
+    assert report.ttft_ms is not None
+    assert report.e2e_ms is not None
+    assert (report.ttft_ms.p50, report.e2e_ms.p50, report.duration_s) == (1000.0, 2000.0, 2.0)
+    assert report.client.late_ms_max == 250.0
+    assert report.client.cpu_share == 0.25
+
+
+def test_only_whole_answers_count() -> None:
+    whole = outcome((1.0, 1), (2.0, 1), (3.0, 1))
+    broken = outcome((0.5, 1), due=0.0, error="cut_off")
+    report = make_report(FRAME, load(), [whole, broken])
+    assert (report.completed, report.failed, report.errors) == (1, 1, {"cut_off": 1})
+    assert (report.output_tokens, report.output_tok_s, report.request_s) == (3, 1.0, round(1 / 3, 3))
+    assert report.ttft_ms is not None
+    assert report.ttft_ms.p50 == 1000.0
+
+
+def test_percentiles_are_measured_values() -> None:
+    times = spread(i / 1000 for i in range(1, 101))
+    assert times is not None
+    assert (times.mean, times.p50, times.p90, times.p99, times.max) == (50.5, 50.0, 90.0, 99.0, 100.0)
+    assert spread([]) is None
+
+
+def test_the_same_seed_gives_the_same_load() -> None:
+    first = load()
+    assert prompts(first, 3, "load") == prompts(first, 3, "load")
+    assert prompts(first, 3, "load") != prompts(first, 3, "warm-up")
+    assert prompts(first, 3, "load") != prompts(load(seed=2), 3, "load")
+    assert all(0 <= token_id < 50 for prompt in prompts(first, 20, "load") for token_id in prompt)
+    times = arrival_times(load(rate=100.0, concurrency=None), 2000)
+    assert times == sorted(times)
+    assert times[0] == 0.0
+    assert times[-1] / 1999 == pytest.approx(0.01, rel=0.1)
