@@ -216,6 +216,10 @@ class Scheduler:
         """Positions 0 .. n - 1 have KV (of a reservation: those pinned from the prefix cache)."""
         return self._table.get(seq_id).num_computed_tokens
 
+    def is_in_step(self, seq_id: int) -> bool:
+        """Whether a step in flight computes something of it."""
+        return self._table.get(seq_id).steps_in_flight > 0
+
     @property
     def num_waiting(self) -> int:
         """Sequences in the queue."""

@@ -134,6 +134,17 @@ class HandoverSender:
         self.machine.move(SendEvent.ABORT, now)
         return actions
 
+    def release(self, now: float) -> list[Action]:
+        """Nothing goes on for a while: give the room back. `ask` begins with the same candidate again."""
+        if not self.machine.accepts(SendEvent.RELEASE):
+            return []
+        assert self.target is not None
+        actions = self._withdraw()
+        self.candidates.insert(0, self.target)
+        self.key, self.may_send = None, False
+        self.machine.move(SendEvent.RELEASE, now)
+        return actions
+
     def forget_pieces(self) -> None:
         """The blocks are let go of: no piece can be sent again."""
         self._plan.forget()

@@ -1,6 +1,6 @@
 """The states of a hand-over at its sender, and what moves between them. Plain data; `handover_send.py` acts on it.
 
-IDLE        nothing asked yet
+IDLE        nothing is asked: not yet, or the job pauses and has given its room back
 ASKING      Reserve sent to a candidate, repeated
 QUEUED      the candidate said that it has no room yet
 GRANTED     pieces go out as layers and chunks are computed; when all are given and the token is known: Commit
@@ -36,6 +36,8 @@ class SendEvent(Enum):
     """The candidate has no room yet."""
     GRANTED = auto()
     """The candidate keeps room."""
+    RELEASE = auto()
+    """The job pauses for long: the room is given back, and asked for anew when it goes on."""
     COMMIT = auto()
     """All pieces were given to the transport and the next token is known."""
     COMMITTED = auto()
@@ -59,6 +61,7 @@ SEND_TABLE = Table(
         (_S.QUEUED, _E.QUEUED): _S.QUEUED,
         (_S.ASKING, _E.GRANTED): _S.GRANTED,
         (_S.QUEUED, _E.GRANTED): _S.GRANTED,
+        **{(state, _E.RELEASE): _S.IDLE for state in (_S.ASKING, _S.QUEUED, _S.GRANTED)},
         (_S.GRANTED, _E.COMMIT): _S.COMMITTING,
         (_S.COMMITTING, _E.COMMITTED): _S.COMMITTED,
         (_S.COMMITTED, _E.COMMITTED): _S.COMMITTED,

@@ -20,6 +20,7 @@ from prefill_node.core import reports
 from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.job import JobEvent, JobState, PrefillJob
 from prefill_node.core.jobs import CURRENT, JobTable
+from prefill_node.core.pauses import Pauses
 
 PLANS_KEPT = 8
 """More than there can be steps in flight."""
@@ -39,8 +40,12 @@ class Ferry:
     num_blocks: int
     transfer_no: int = 0
     """Highest number given out."""
+    _pauses: Pauses = field(init=False)
     _plans: dict[int, StepPlan] = field(default_factory=dict)
     """Steps in flight whose layers are reported."""
+
+    def __post_init__(self) -> None:
+        self._pauses = Pauses(self.scheduler, self.timers.pause_release_s)
 
     # -- what the engine does
 
@@ -60,7 +65,10 @@ class Ferry:
 
     def on_chunk(self, job: PrefillJob, start: int, end: int, now: float) -> list[Action]:
         """Positions start .. end - 1 have their KV in all layers."""
-        return [] if job.sender is None else job.sender.progress(start, end, self.shape.num_layers, now)
+        if job.sender is None:
+            return []
+        actions = job.sender.progress(start, end, self.shape.num_layers, now)
+        return actions if job.is_record else actions + self.follow(job, self._pauses.go_on(job, now), now)
 
     def on_prefilled(self, job: PrefillJob, event: Prefilled, now: float) -> list[Action]:
         """All is computed: the first token goes out, and the Commit when every piece is given."""
@@ -91,6 +99,7 @@ class Ferry:
             if job is not None and job.sender is not None and not job.is_record:
                 end = part.start_position + len(part.token_ids)
                 actions += job.sender.progress(part.start_position, end, layers, now)
+                actions += self.follow(job, self._pauses.go_on(job, now), now)
                 self.jobs.sync_pin(job)
         if layers >= self.shape.num_layers:
             self._plans.pop(step_id, None)
@@ -222,7 +231,8 @@ class Ferry:
             return self.fail(job, "deadline", now, detail="deadline")
         if job.state in CURRENT and job.sender is not None:
             up = job.sender.key is not None and self.decodes.is_up(job.sender.key.decode)
-            return self.follow(job, job.sender.tick(now, target_up=up), now)
+            repeated = job.sender.tick(now, target_up=up)
+            return self.follow(job, repeated + self._pauses.tick(job, now), now)
         if job.is_record and job.seq_id is not None and now > job.until:
             self.jobs.let_go(job)
         return []

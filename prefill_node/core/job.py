@@ -91,6 +91,8 @@ class PrefillJob:
     pinned: bool = False
     delisted: bool = False
     """The worker wants no more of it; it stays only until the transport is done with its blocks."""
+    paused_since: float | None = None
+    """Since when no step has had anything of it, as far as was looked."""
     until: float = 0.0
     """Held KV, or source blocks of a hand-over that is not complete yet, are let go then."""
 

@@ -19,7 +19,8 @@ WARM_UP_S = 0.7
 """Links are up by then if nothing hinders them."""
 NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
 """How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
-TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0)
+TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2)
+"""Pauses as long as the default's would need more requests than a schedule has."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "damaged", "blips", "partitions", "slow", "crashes", "freezes",
                 "wedges", "drains", "full", "preemption", "overload")  # fmt: skip
 
@@ -44,7 +45,7 @@ class _Drawer:
         self.overload = rng.random() < profile.overload
         self.both = rng.random() < profile.both
         self.mixed = not self.both and rng.random() < profile.mixed
-        self.step_s = rng.choice((0.008, 0.03, 0.06))
+        self.step_s = 0.15 if profile.slow_engine else rng.choice((0.008, 0.03, 0.06))
         self.asked_at: list[float] = []
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
@@ -107,7 +108,7 @@ class _Drawer:
             costs=CostModel(step_s=self.step_s, kv_bytes_per_s=self.kv_bytes_per_s),
             scheduler=SchedulerConfig(
                 eos_token_ids=frozenset({EOS_TOKEN_ID}),
-                max_step_tokens=rng.choice((8, 16, 48)),
+                max_step_tokens=8 if self.profile.slow_engine else rng.choice((8, 16, 48)),
                 max_running=8,
                 max_steps_in_flight=rng.choice((1, 1, 2)),
                 max_preempt=limits.max_preempt,

@@ -25,6 +25,7 @@ from prefill_node.core import reports
 from prefill_node.core.ferry import Ferry
 from prefill_node.core.jobs import JobTable
 from prefill_node.core.leg import PrefillLeg
+from prefill_node.core.pauses import Pauses
 from router.core.lists import Lists
 from router.core.planner import Planner
 from router.core.reports import Reports
@@ -254,6 +255,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("cancels and aborts free nothing", "16", EntryTable, "drop", _nothing, "leaving"),
     Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", _nothing, "full"),
     Mutation("draining grants go on", "37", Reservations, "drain", _nothing, "drain"),
+    Mutation("a prompt that paused asks for no room again", "20", Pauses, "go_on", _nothing, "pauses"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", _nothing, "drain"),
     Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", _nothing, "both"),
     Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),

@@ -36,6 +36,8 @@ class Profile:
     """Share of schedules in which every node has both roles."""
     mixed: float = 0.0
     """Share of schedules in which some nodes have both roles and some have one."""
+    slow_engine: bool = False
+    """Steps are so slow and short that prompts wait for one another."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -55,6 +57,7 @@ PROFILES: dict[str, Profile] = {
     "overload": Profile(requests=24, overload=1.0, span_s=1.5),
     "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.4, both=1.0),
     "mixed": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.3, mixed=1.0),
+    "pauses": Profile(requests=16, delays=True, slow_engine=True, span_s=1.0),
     "damage": Profile(delays=True, damaged=1.0),
 }
 PROFILES["all"] = Profile(
