@@ -110,3 +110,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests a prefill node lets wait."""
     queued_tokens: int = 1_048_576
     """Prompt tokens a prefill node lets wait."""
+    replan_tokens: int = 65_536
+    """Tokens of requests planned again that a router worker has at one prefill node at a time; the rest waits in it."""

@@ -1,5 +1,6 @@
 """Turns links and loads into plans, and remembers what was booked and which pairs failed. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from common.config.protocol import Timers
@@ -22,11 +23,14 @@ class Planner:
     _booked_blocks: dict[Incarnation, int] = field(default_factory=dict)
     _penalties: dict[tuple[Incarnation, Incarnation], float] = field(default_factory=dict)
 
-    def plan(self, request: Request, now: float) -> Plan | None:
-        """A new plan for the request, booked; None when no pair of nodes can be named."""
+    def plan(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> Plan | None:
+        """A new plan for the request, booked; None when no pair of nodes can be named.
+
+        full: prefill nodes that shall not get it now.
+        """
         self._expire(now)
         choice = choose(
-            self._prefills(request.model),
+            [view for view in self._prefills(request.model) if view.incarnation not in full],
             self._decodes(request.model),
             avoid=self._penalties.keys(),
             turn=self.plan_no,
@@ -37,7 +41,9 @@ class Planner:
             return None
         self.plan_no += 1
         self._book(request, choice.prefill, choice.decodes[0])
-        return Plan(self.plan_no, choice.prefill, tuple(self._candidate(peer) for peer in choice.decodes))
+        candidates = tuple(self._candidate(peer) for peer in choice.decodes)
+        again = request.attempt > 0 and choice.prefill != request.holder
+        return Plan(self.plan_no, choice.prefill, candidates, request.num_tokens if again else 0)
 
     def job(self, request: Request, plan: Plan, now: float) -> Job:
         """The Job of this plan; times are computed anew at each sending."""

@@ -18,6 +18,8 @@ class Plan:
     plan_no: int
     prefill: Incarnation
     candidates: tuple[Candidate, ...]
+    replan_tokens: int = 0
+    """Tokens that an earlier attempt had computed as well; none on the first attempt, nor where their KV is held."""
 
     def names(self, node: Incarnation) -> bool:
         """Whether the node is one of the plan's decode candidates."""

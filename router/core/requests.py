@@ -6,7 +6,7 @@ PROTOCOL rules 3, 31, 33 to 35.
 
 import heapq
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.config.protocol import Limits, Timers
@@ -18,6 +18,7 @@ from common.state.links import LinkTable
 from router.api import EndEvent, GenerateRequest, Outcome, Usage
 from router.core.effects import Effect, Finish
 from router.core.planner import Planner
+from router.core.replans import ReplanBudget
 from router.core.request import Request
 from router.core.table import RequestEvent, RequestState
 
@@ -72,10 +73,10 @@ class RequestTable:
         request.decode = decode
         request.decode_name = self._node_name(decode)
 
-    def _try_plan(self, request: Request, now: float) -> list[Effect]:
-        plan = self.planner.plan(request, now)
+    def _try_plan(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> list[Effect]:
+        plan = self.planner.plan(request, now, full)
         if plan is None:
-            request.not_before = now + self.timers.backoff_min_s
+            request.not_before = now if full else now + self.timers.backoff_min_s
             return []
         effects = self._let_go(request, plan.prefill)
         request.attempt += 1
@@ -163,10 +164,25 @@ class RequestTable:
             request = self.by_id.get(heapq.heappop(self._deadlines)[1])
             if request is not None:
                 effects += self.end(request, "timeout", None, now, "deadline")
-        for request_id in list(self._waiting):
-            request = self.by_id[request_id]
-            if request.not_before <= now:
-                effects += self._try_plan(request, now)
+        return effects + self._plan_due(now)
+
+    def _plan_due(self, now: float) -> list[Effect]:
+        """The oldest first. No re-plan overtakes an older one of its model that waits for the budget."""
+        due = [request for request_id in self._waiting if (request := self.by_id[request_id]).not_before <= now]
+        if not due:
+            return []
+        effects: list[Effect] = []
+        budget = ReplanBudget.of(self.by_id.values(), self.limits.replan_tokens)
+        held_up: set[str] = set()
+        for request in sorted(due, key=lambda r: r.accepted_at):
+            if request.attempt > 0 and request.model in held_up:
+                continue
+            full = budget.full_for(request)
+            effects += self._try_plan(request, now, full)
+            if request.state is RequestState.PLACED:
+                budget.note(request)
+            elif full:
+                held_up.add(request.model)
         return effects
 
     def _compact(self) -> None:

@@ -21,6 +21,8 @@ NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
 """How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2)
 """Pauses as long as the default's would need more requests than a schedule has."""
+REPLAN_TOKENS = 60
+"""One to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "damaged", "blips", "partitions", "slow", "crashes", "freezes",
                 "wedges", "drains", "full", "preemption", "overload")  # fmt: skip
 
@@ -78,7 +80,11 @@ class _Drawer:
 
     def _limits(self) -> Limits:
         rng = self.rng
-        changed = Limits(piece_target_bytes=rng.choice((1024, 4096, 16384)), transfers_per_peer=rng.choice((1, 4)))
+        changed = Limits(
+            piece_target_bytes=rng.choice((1024, 4096, 16384)),
+            transfers_per_peer=rng.choice((1, 4)),
+            replan_tokens=REPLAN_TOKENS,
+        )
         if self.overload:
             return Limits(
                 piece_target_bytes=changed.piece_target_bytes,
@@ -86,6 +92,7 @@ class _Drawer:
                 queued_requests=rng.choice((2, 4)),
                 queued_tokens=rng.choice((60, 200)),
                 queued_reservations=rng.choice((1, 3)),
+                replan_tokens=REPLAN_TOKENS,
             )
         return changed
 

@@ -28,6 +28,7 @@ from prefill_node.core.leg import PrefillLeg
 from prefill_node.core.pauses import Pauses
 from router.core.lists import Lists
 from router.core.planner import Planner
+from router.core.replans import ReplanBudget
 from router.core.reports import Reports
 from router.core.request import Request
 from router.core.requests import RequestTable
@@ -213,6 +214,18 @@ def _never_unknown(right: Patched) -> Patched:
     return on_heard
 
 
+def _all_full(_: Patched) -> Patched:
+    def full_for(self: ReplanBudget, request: Request) -> object:
+        return _Everything() if request.attempt else ()
+
+    return full_for
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
 def _never(_: Patched) -> Patched:
     return lambda *arguments, **named: False
 
@@ -256,6 +269,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", _nothing, "full"),
     Mutation("draining grants go on", "37", Reservations, "drain", _nothing, "drain"),
     Mutation("a prompt that paused asks for no room again", "20", Pauses, "go_on", _nothing, "pauses"),
+    Mutation("a re-plan waits for a node that has none", "35", ReplanBudget, "full_for", _all_full, "crashes"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", _nothing, "drain"),
     Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", _nothing, "both"),
     Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),
