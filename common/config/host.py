@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from common.config.cgroup import cgroup_free_bytes
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -43,10 +45,8 @@ def _cores() -> int:
 
 def _free_memory() -> int:
     free = psutil.virtual_memory().available
-    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        free = min(free, max(0, int(limit) - int(used)))
-    return free
+    allowed = cgroup_free_bytes()
+    return free if allowed is None else min(free, allowed)
 
 
 def _read(path: Path) -> str:

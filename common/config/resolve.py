@@ -29,6 +29,8 @@ class NodeSettings:
     kv_cache_bytes: int | None
     """As configured; None: kv_cache_bytes_on_cpu on a CPU, elsewhere what is left after the weights."""
     kv_cache_bytes_on_cpu: int
+    model_memory_bytes: int | None
+    """None: as much as is free."""
     threads: int
     max_step_tokens: int
     max_running: int
@@ -55,6 +57,7 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         block_size=node.block_size,
         kv_cache_bytes=own.kv_cache_bytes or node.kv_cache_bytes,
         kv_cache_bytes_on_cpu=default_kv_cache_bytes(host.free_memory_bytes, nodes),
+        model_memory_bytes=node.model_memory_bytes,
         threads=own.threads or node.threads or max(1, host.cores // nodes),
         max_step_tokens=max_step_tokens,
         max_running=min(own.max_running or node.max_running, max_step_tokens),
@@ -66,6 +69,18 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
 def nodes_on_host(config: ClusterConfig) -> int:
     """How many nodes share a host."""
     return config.node.nodes_on_host or config.serve.prefill + config.serve.decode
+
+
+def share_model_memory(config: ClusterConfig, host: HostFacts) -> int:
+    """What each node of `kvferry serve` may take beside its cache: what is free without all caches, in equal parts."""
+    numbers: tuple[tuple[Role, int], ...] = (("prefill", config.serve.prefill), ("decode", config.serve.decode))
+    caches = sum(_kv_cache_bytes(config, role, host) * number for role, number in numbers)
+    return max(1, (host.free_memory_bytes - caches) // max(1, config.serve.prefill + config.serve.decode))
+
+
+def _kv_cache_bytes(config: ClusterConfig, role: Role, host: HostFacts) -> int:
+    node = resolve_node(config, role, host)
+    return node.kv_cache_bytes or node.kv_cache_bytes_on_cpu
 
 
 def default_kv_cache_bytes(free_memory_bytes: int, nodes: int) -> int:

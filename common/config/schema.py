@@ -76,6 +76,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_cache_bytes: Positive | None = None
     """KV cache of a node, in bytes. Worked out on a CPU: a tenth of the free memory shared by the host's nodes, at
     most 1 GiB; on other devices: what is left after the weights."""
+    model_memory_bytes: Positive | None = None
+    """Most memory that a node on a CPU may take beside its KV cache; a model that needs more is refused before it is
+    loaded. Worked out by kvferry serve: what is free at its start, without the KV caches, in equal parts for its nodes.
+    Whatever it is, a node that needs more than is free is refused."""
     threads: Positive | None = None
     """Threads that a node computes with. Worked out: the cores divided by nodes_on_host, at least 1."""
     nodes_on_host: Positive | None = None

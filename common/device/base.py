@@ -126,6 +126,10 @@ class Ops(Protocol):
         """Pack a [out, in] weight once for this device's fastest matmul."""
         ...
 
+    def packed_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes that a value of a weight takes once it is packed."""
+        ...
+
     def pack_per_head(self, weight: Tensor) -> PerHead:
         """Pack a [heads, in, out] weight."""
         ...

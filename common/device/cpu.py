@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
+from common.config.host import probe_host
 from common.device.base import Group, KvTensorSpec, Ops, Store
 from common.device.cpu_ops import CpuOps
 
@@ -45,9 +46,8 @@ class CpuDevice:
         return cast(Group, ProcessGroupGloo(store, rank, size, options))  # its stubs lack what groups do
 
     def memory_info(self) -> tuple[int, int]:
-        """(available, total) bytes of main memory."""
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        """(available, total) bytes of main memory; what a container allows counts."""
+        return probe_host().free_memory_bytes, psutil.virtual_memory().total
 
     def allocate_layer_cache(
         self, specs: tuple[KvTensorSpec, ...], num_blocks: int, block_size: int

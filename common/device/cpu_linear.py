@@ -39,6 +39,12 @@ def pack(weight: Tensor, bias: Tensor | None) -> Linear:
     return _plain(weight, bias)
 
 
+def packed_itemsize(dtype: torch.dtype) -> int:
+    """Bytes that a value of a weight takes in what `pack` makes of it."""
+    widened = not packing_works(dtype) and packing_works(torch.float32)
+    return torch.float32.itemsize if widened else dtype.itemsize
+
+
 def per_head(weight: Tensor) -> PerHead:
     """weight [heads, in, out]; multiplies in the weight's dtype, gives [tokens, heads, out] of the input's."""
     weight = weight.contiguous()

@@ -28,6 +28,10 @@ class CpuOps:
         """Pack a [out, in] weight once; the caller may drop the original."""
         return cpu_linear.pack(weight, bias)
 
+    def packed_itemsize(self, dtype: torch.dtype) -> int:
+        """float32 where the CPU multiplies bfloat16 in that."""
+        return cpu_linear.packed_itemsize(dtype)
+
     def pack_per_head(self, weight: Tensor) -> PerHead:
         """weight [heads, in, out]; kept in the dtype that is multiplied in."""
         return cpu_linear.per_head(weight.to(_compute_dtype(weight.dtype)))

@@ -22,6 +22,10 @@ class TorchOps:
         """The library's own matmul takes [out, in] weights as they are."""
         return lambda x: functional.linear(x, weight, bias)
 
+    def packed_itemsize(self, dtype: torch.dtype) -> int:
+        """As it is."""
+        return dtype.itemsize
+
     def pack_per_head(self, weight: Tensor) -> PerHead:
         """weight [heads, in, out]: one batched matmul."""
         return lambda x: torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)

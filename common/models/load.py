@@ -15,6 +15,7 @@ from common.errors import ModelLoadError
 from common.model_info import ModelInfo
 from common.models.causal_lm import CausalLM
 from common.models.config import ModelConfig
+from common.models.footprint import Footprint, footprint
 from common.models.gguf_config import read_gguf_config
 from common.models.hf_config import read_hf_config
 from common.models.identity import model_identity
@@ -63,11 +64,13 @@ def load_model(
     model_name: str | None = None,
     progress: bool = True,
     collectives: Collectives = ALONE,
+    before: Callable[[Footprint], None] = lambda footprint: None,
 ) -> LoadedModel:
     """Load, convert and pack a checkpoint, or one rank's part of it.
 
     `dtype`: None takes the checkpoint's own, bfloat16 for GGUF. `max_model_len`: None takes the model's own limit.
-    `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. Raises ModelLoadError.
+    `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. `before` is told
+    what the model will take before any of it is read, and may refuse it by raising. Raises ModelLoadError.
     """
     checkpoint = _open(path)
     config = checkpoint.config
@@ -76,6 +79,7 @@ def load_model(
     length = _resolve_length(config, max_model_len)
     name = model_name or path.resolve().stem
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
+        before(footprint(config, source, device.ops, torch_dtype, collectives.shard.size))
         weights = TrackedWeights(source, tick)
         model = model_class.load(config, weights, device, torch_dtype, collectives)
         weights.refuse_rest()

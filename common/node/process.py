@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from common.clock import MonotonicClock
 from common.config.host import probe_host
 from common.config.resolve import NodeSettings, resolve_node
@@ -22,6 +24,7 @@ from common.device.select import select_device
 from common.errors import KvferryError, ModelLoadError
 from common.models.load import load_model
 from common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
+from common.node.memory import demand_memory
 from common.node.shell import NodeShell
 from common.protocol.messages import Announce, Envelope
 from common.state.actions import ExitProcess
@@ -38,7 +41,6 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
     """
     log = logging.getLogger(f"kvferry.{role}")
     settings = _named(resolve_node(config, role, probe_host()))
-    started = time.monotonic()
     builder, context = _build(config, settings, make_legs, log)
     shell = builder.build()
     thread = _ControlThread(shell)
@@ -46,8 +48,7 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
         with _signals(shell, log):
             thread.start()
             announcer = _announce(config, settings, builder, thread, context)
-            log.info("%s serves %s at %s after %.1f s", settings.name, builder.model_info.name, shell.endpoint,
-                     time.monotonic() - started)  # fmt: skip
+            _tell_ready(log, settings.name, builder.model_info.name, shell.endpoint)
             try:
                 ended = thread.wait()
             finally:
@@ -56,6 +57,13 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
         context.close()
     log.info("%s ends: %s", settings.name, ended.reason)
     return ended.code
+
+
+def _tell_ready(log: logging.Logger, name: str, model: str, endpoint: str) -> None:
+    process = psutil.Process()
+    # Of the whole process: importing torch is a large part of a small model's start.
+    took_s, mib = time.time() - process.create_time(), process.memory_info().rss >> 20
+    log.info("%s serves %s at %s: ready %.1f s after its process began, %d MiB", name, model, endpoint, took_s, mib)
 
 
 def _named(settings: NodeSettings) -> NodeSettings:
@@ -77,6 +85,7 @@ def _build(
         max_model_len=settings.max_model_len,
         model_name=config.model.name or None,
         progress=os.isatty(2),
+        before=lambda footprint: demand_memory(footprint, settings, device),
     )
     context = TransportContext()
     around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)

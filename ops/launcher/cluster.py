@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from common.config.host import HostFacts
+from common.config.resolve import share_model_memory
 from common.config.schema import ClusterConfig, DiscoveryConfig, Role
 from ops.launcher.core import ChildPlan, Stage
 from ops.launcher.process import ChildSpec
@@ -29,7 +31,9 @@ def restart_limits(config: ClusterConfig) -> RestartLimits:
     return RestartLimits(serve.restart_min_s, serve.restart_max_s, serve.healthy_after_s)
 
 
-def serve_config(config: ClusterConfig, run_dir: Path, *, model_path: str, name: str, port: int) -> ClusterConfig:
+def serve_config(
+    config: ClusterConfig, run_dir: Path, *, model_path: str, name: str, port: int, host: HostFacts
+) -> ClusterConfig:
     """What the children of `kvferry serve` run with: all open choices made, drains within serve.stop_bound_s."""
     bound = config.serve.stop_bound_s
     timers = msgspec.structs.replace(
@@ -40,6 +44,9 @@ def serve_config(config: ClusterConfig, run_dir: Path, *, model_path: str, name:
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, path=model_path, name=name),
+        node=msgspec.structs.replace(
+            config.node, model_memory_bytes=config.node.model_memory_bytes or share_model_memory(config, host)
+        ),
         router=msgspec.structs.replace(config.router, port=port),
         discovery=_private_discovery(config.discovery, run_dir),
         timers=timers,

@@ -14,6 +14,7 @@ import msgspec
 from common.clock import MonotonicClock
 from common.config.checks import config_notes
 from common.config.docs import config_as_toml
+from common.config.host import probe_host
 from common.config.schema import ClusterConfig
 from ops.launcher.cluster import cluster_children, restart_limits, router_children, serve_config
 from ops.launcher.listen import Listener, listen
@@ -33,7 +34,9 @@ def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambd
     """
     model = config.model
     with _prepared(config) as (listener, run_dir):
-        config = serve_config(config, run_dir, model_path=model.path, name=model.name, port=listener.port)
+        config = serve_config(
+            config, run_dir, model_path=model.path, name=model.name, port=listener.port, host=probe_host()
+        )
         file = _write_config(config, run_dir)
         children = [place(spec) for spec in cluster_children(config, file, run_dir, listener.socket.fileno())]
         ready_line = f"ready {listener.url} model={model.name}"

@@ -58,6 +58,12 @@ def test_unknown_setting(reference: Reference) -> None:
     assert "node.block_size" in line
 
 
+def test_too_little_memory_for_the_model(reference: Reference) -> None:
+    line = fails(ServeOptions(reference.path, settings={"node.model_memory_bytes": 1000}), 2)
+    assert "node.model_memory_bytes: this node needs " in line
+    assert "may take 1 MiB" in line
+
+
 def test_too_little_memory_for_one_request(reference: Reference) -> None:
     line = fails(ServeOptions(reference.path, settings={"node.kv_cache_bytes": 4096}), 2)
     assert "kv_cache_bytes" in line

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.config.docs import config_as_toml
+from common.config.host import HostFacts
 from common.config.load import load_config
 from common.config.schema import ClusterConfig
 from ops.launcher.cluster import CONFIG_ENV, cluster_children, restart_limits, router_children, serve_config
@@ -19,7 +20,8 @@ FILE = RUN_DIR / "cluster.toml"
 
 
 def served(*settings: str, run_dir: Path = RUN_DIR) -> ClusterConfig:
-    return serve_config(load_set(*settings), run_dir, model_path="/m/a.gguf", name="a", port=1234)
+    host = HostFacts(cores=4, free_memory_bytes=10 << 30)
+    return serve_config(load_set(*settings), run_dir, model_path="/m/a.gguf", name="a", port=1234, host=host)
 
 
 def test_all_open_choices_are_made_for_the_children():
@@ -28,6 +30,13 @@ def test_all_open_choices_are_made_for_the_children():
     assert config.discovery.announce_to == (config.discovery.proxy_nodes,)
     assert config.discovery.proxy_nodes == f"ipc://{RUN_DIR}/announce"
     assert config.discovery.proxy_workers == f"ipc://{RUN_DIR}/members"
+
+
+def test_nodes_share_the_memory_that_their_caches_leave():
+    caches = ("prefill.kv_cache_bytes=1073741824", "decode.kv_cache_bytes=2147483648", "serve.decode=2")
+    assert served(*caches).node.model_memory_bytes == (5 << 30) // 3
+    assert served(*caches, "node.model_memory_bytes=5").node.model_memory_bytes == 5
+    assert served("node.kv_cache_bytes=21474836480").node.model_memory_bytes == 1
 
 
 def test_drains_keep_within_the_stop_bound():

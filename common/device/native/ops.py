@@ -32,6 +32,10 @@ class NativeOps(CpuOps):
             return super().pack_linear(weight, bias)
         return NativeLinear(self.library, weight, bias)
 
+    def packed_itemsize(self, dtype: torch.dtype) -> int:
+        """Packed in its own dtype."""
+        return dtype.itemsize if dtype in DTYPES else super().packed_itemsize(dtype)
+
     def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
         """One native call for all layers, if all of their parts are native."""
         return NativeLayers(self.library, layers, shape, self.batch_for) if can_fuse(layers, shape) else None

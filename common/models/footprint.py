@@ -1,0 +1,77 @@
+"""How much memory a model will take, out of its configuration and the shapes of its tensors. Reads no weight.
+
+An estimate that is meant to be a little high: a node that would not fit is told so before it loads for minutes, or is
+killed by the system while it does.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from common.device.base import Ops
+from common.models.config import ModelConfig
+from common.models.weights import WeightSource
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+_COMPUTE_BYTES = 4
+"""Sums are float32 whatever the weights are."""
+_HIDDEN_COPIES = 8
+"""Residual, its norm, the output of attention and MLP, and what is being converted between them."""
+_LOGIT_COPIES = 3
+"""The logits themselves, and the sampler's scaled and sorted ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on the device."""
+
+    weights: int
+    loading: int
+    """Beside them, while the largest tensor is converted and packed."""
+    per_step_token: int
+    per_sampled: int
+    """For each sequence that gets a token in the same step."""
+
+    def computing(self, step_tokens: int, sequences: int) -> int:
+        """What the largest step takes beside weights and cache."""
+        return self.per_step_token * step_tokens + self.per_sampled * sequences
+
+
+def footprint(config: ModelConfig, source: WeightSource, ops: Ops, dtype: torch.dtype, ranks: int = 1) -> Footprint:
+    """Of one of `ranks` equal parts. `source` must be open."""
+    packed = ops.packed_itemsize(dtype)
+    sizes = {name: math.prod(source.shape(name)) for name in _used(config, source.names())}
+    weights = sum(size * (dtype.itemsize if name == _EMBEDDING else packed) for name, size in sizes.items())
+    if config.tie_word_embeddings and _EMBEDDING in sizes:
+        # It is looked up in as it is, and packed once more as the head.
+        weights += sizes[_EMBEDDING] * packed
+    largest = max(sizes.values(), default=0)
+    return Footprint(
+        weights=weights // ranks,
+        # As it is read, in the checkpoint's own type or dequantised, and as it is given to the packing.
+        loading=largest * (_COMPUTE_BYTES + dtype.itemsize) // ranks,
+        per_step_token=_values_per_token(config) * _COMPUTE_BYTES,
+        per_sampled=config.vocab_size * _COMPUTE_BYTES * _LOGIT_COPIES,
+    )
+
+
+def _used(config: ModelConfig, names: Iterable[str]) -> Iterable[str]:
+    extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.extra_layers))
+    return (
+        name for name in names
+        if not name.startswith(extra) and not (name == _HEAD and config.tie_word_embeddings)
+    )  # fmt: skip
+
+
+def _values_per_token(config: ModelConfig) -> int:
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention = heads * config.head_dim
+    if config.mla is not None:
+        attention = config.num_heads * (config.head_dim + config.mla.kv_lora_rank + config.mla.v_head_dim)
+    inner = config.intermediate_size
+    if config.moe is not None:
+        inner = max(inner, config.moe.intermediate_size * config.moe.experts_per_token)
+    return _HIDDEN_COPIES * config.hidden_size + 2 * attention + 3 * inner

@@ -1,0 +1,39 @@
+"""Whether a node's model and cache fit, decided before anything large is loaded: what is needed, what there is."""
+
+from common.config.resolve import NodeSettings
+from common.device.base import Device
+from common.errors import ConfigError
+from common.models.footprint import Footprint
+
+_MIB = 1 << 20
+
+
+def demand_memory(footprint: Footprint, settings: NodeSettings, device: Device) -> None:
+    """ConfigError where the node would not fit.
+
+    Without a configured cache an accelerator's cache takes what is left, so there it counts as nothing.
+    """
+    on_cpu = device.name == "cpu"
+    cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if on_cpu else 0)
+    computing = footprint.computing(settings.max_step_tokens, settings.max_running)
+    model = footprint.weights + max(footprint.loading, computing)
+    free = device.memory_info()[0]
+    parts = (
+        f"weights {_mib(footprint.weights)}, KV cache {_mib(cache)}, computing {_mib(model - footprint.weights)} MiB"
+    )
+    advice = "less is needed with a smaller node.kv_cache_bytes or node.max_step_tokens"
+    if model + cache > free:
+        raise ConfigError(
+            f"node.kv_cache_bytes: this node needs {_mib(model + cache)} MiB ({parts}), but {_mib(free)} MiB are free "
+            f"on {device.torch_device}; {advice}"
+        )
+    share = settings.model_memory_bytes
+    if on_cpu and share is not None and model > share:
+        raise ConfigError(
+            f"node.model_memory_bytes: this node needs {_mib(model)} MiB beside its cache ({parts}), but may take "
+            f"{_mib(share)} MiB: what the nodes of this host have each; {advice}, or fewer nodes"
+        )
+
+
+def _mib(num_bytes: int) -> int:
+    return -(-num_bytes // _MIB)
