@@ -47,6 +47,9 @@ class NodeSpec:
 
     name: str
     roles: tuple[Role, ...]
+    model_name: str = MODEL_NAME
+    weights: str = MODEL_NAME
+    kv_dtype: str = "sim"
     num_blocks: int = 64
     block_size: int = 4
     num_layers: int = 2
@@ -75,8 +78,8 @@ class NodeSpec:
         """What two nodes must agree on."""
         return Compatibility(
             protocol_version=PROTOCOL_VERSION,
-            model=MODEL_NAME,
-            kv_dtype="sim",
+            model=self.weights,
+            kv_dtype=self.kv_dtype,
             kv_layout="sim",
             block_size=self.block_size,
             num_layers=self.num_layers,
@@ -86,7 +89,7 @@ class NodeSpec:
     def model(self) -> ModelInfo:
         """What it serves."""
         return ModelInfo(
-            name=MODEL_NAME,
+            name=self.model_name,
             vocab_size=VOCAB_SIZE,
             max_model_len=self.max_model_len,
             max_position_embeddings=self.max_model_len,

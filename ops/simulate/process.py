@@ -35,6 +35,7 @@ class Process(ABC):
         self.tick_s = tick_s
         self.alive = True
         self.frozen = False
+        self.stalled = False
         self.crash_after_actions = -1
         """Dies instead of performing the action with this number, counted from now; -1: never."""
         self.on_end: Callable[[Process, str], None] | None = None
@@ -53,14 +54,14 @@ class Process(ABC):
 
     def post(self, event: Event) -> None:
         """Something happened to it."""
-        if self.frozen:
+        if self.asleep:
             self._inbox.append((self._handle, (event,)))
         elif self.alive:
             self._handle(event)
 
     def when_awake(self, deed: Callable[..., None], *arguments: object) -> None:
-        """Something that it does itself: now, or when it thaws."""
-        if self.frozen:
+        """Something that it does itself: now, or when it wakes."""
+        if self.asleep:
             self._inbox.append((deed, arguments))
         elif self.alive:
             deed(*arguments)
@@ -68,7 +69,7 @@ class Process(ABC):
     def _tick(self) -> None:
         if not self.alive:
             return
-        if not self.frozen:
+        if not self.asleep:
             self._handle(Tick())
         self.loop.after(self.tick_s, self._tick)
 
@@ -161,9 +162,28 @@ class Process(ABC):
 
     def thaw(self) -> None:
         """SIGCONT: what came meanwhile is read before the late tick."""
-        if not self.alive or not self.frozen:
+        if self.alive and self.frozen:
+            self.frozen = False
+            self._wake()
+
+    def stall(self) -> None:
+        """Its thread of messages and time is held up; its sockets and its engine are not."""
+        self.stalled = self.alive
+
+    def go_on(self) -> None:
+        """The end of a stall: what came meanwhile is read before the late tick."""
+        if self.alive and self.stalled:
+            self.stalled = False
+            self._wake()
+
+    @property
+    def asleep(self) -> bool:
+        """It reads nothing now, whatever the reason."""
+        return self.frozen or self.stalled
+
+    def _wake(self) -> None:
+        if self.asleep:
             return
-        self.frozen = False
         inbox, self._inbox = self._inbox, []
         for deed, arguments in inbox:
             deed(*arguments)

@@ -120,9 +120,9 @@ class World:
     def _announce(self, node: SimNode) -> None:
         if not node.alive:
             return
-        if not node.frozen:
+        if not node.asleep:
             role = node.spec.roles[0]
-            announce = Announce(name=node.host, role=role, model=MODEL_NAME, endpoint=node.address)
+            announce = Announce(name=node.host, role=role, model=node.spec.model.name, endpoint=node.address)
             for worker in self.workers.values():
                 self.loop.after(0.001, worker.post, Announced(node.incarnation, announce))
         self.loop.after(self.timers.beat_s, self._announce, node)

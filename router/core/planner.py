@@ -1,10 +1,11 @@
 """Turns links and loads into plans, and remembers what was booked and which pairs failed. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from common.config.protocol import Timers
 from common.ids import Incarnation
+from common.model_info import Compatibility
 from common.protocol.messages import Candidate, Job
 from common.state.links import Link, LinkState, LinkTable
 from router.core.request import Plan, Request
@@ -63,16 +64,22 @@ class Planner:
         )
 
     def serving_reason(self, model: str | None) -> str | None:
-        """None when a plan could be made now; else which side is missing."""
-        if not self._prefills(model):
+        """None when a plan could be made now; else which side is missing, or in what the two sides differ."""
+        prefills, decodes = self._prefills(model), self._decodes(model)
+        if not prefills:
             return "no prefill node is alive"
-        if not self._decodes(model):
+        if not decodes:
             return "no decode node is alive"
+        if not _kinds(prefills) & _kinds(decodes):
+            difference = prefills[0].compatibility.difference(decodes[0].compatibility)
+            return f"no prefill node fits a decode node; {difference}"
         return None
 
     def least_waiting_tokens(self, model: str) -> int:
-        """Waiting prompt tokens of the least busy prefill node."""
-        return min((view.waiting_tokens for view in self._prefills(model)), default=0)
+        """Waiting prompt tokens of the least busy prefill node that fits a decode node."""
+        kinds = _kinds(self._decodes(model))
+        fitting = (view for view in self._prefills(model) if view.compatibility in kinds)
+        return min((view.waiting_tokens for view in fitting), default=0)
 
     def penalise(self, prefill: Incarnation, decode: Incarnation, now: float) -> None:
         """Avoid a pair that just failed."""
@@ -109,7 +116,7 @@ class Planner:
             assert link.welcome is not None
             published = link.status.load.waiting_tokens if link.status else 0
             waiting = published + self._booked_tokens.get(link.peer, 0)
-            views.append(PrefillView(link.peer, link.welcome.name, waiting))
+            views.append(PrefillView(link.peer, link.welcome.name, waiting, link.welcome.compatibility))
         return views
 
     def _decodes(self, model: str | None) -> list[DecodeView]:
@@ -119,7 +126,8 @@ class Planner:
             assert link.welcome is not None
             load = link.status.load if link.status else None
             free = (load.free_blocks if load else 0) - self._booked_blocks.get(link.peer, 0)
-            views.append(DecodeView(link.peer, link.welcome.name, free, load.total_blocks if load else 0))
+            total = load.total_blocks if load else 0
+            views.append(DecodeView(link.peer, link.welcome.name, free, total, link.welcome.compatibility))
         return views
 
     def _candidate(self, peer: Incarnation) -> Candidate:
@@ -134,3 +142,8 @@ class Planner:
         block_size = max(1, status.load.block_size) if status else 1
         blocks = -(-tokens // block_size)
         self._booked_blocks[decode] = self._booked_blocks.get(decode, 0) + blocks
+
+
+def _kinds(views: Iterable[PrefillView | DecodeView]) -> set[Compatibility]:
+    """KV passes between nodes of one kind."""
+    return {view.compatibility for view in views}

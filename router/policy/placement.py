@@ -2,15 +2,16 @@
 
 Least waiting prompt tokens for the prefill node, where one that holds the request's KV is spared its own; most free
 blocks for the decode candidates. A node that can do both is its own first candidate: what it has computed needs no
-ferry there. So its free blocks count as well, behind the waiting tokens. A pair that failed a moment ago is avoided
-while there is another one. Ties go to the name, turned by the request's plan number, so that workers with equal
-knowledge do not all choose the same node.
+ferry there. So its free blocks count as well, behind the waiting tokens. Only nodes between which KV may pass make a
+pair; one that failed a moment ago is avoided while there is another one. Ties go to the name, turned by the request's
+plan number, so that workers with equal knowledge do not all choose the same node.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from common.ids import Incarnation
+from common.model_info import Compatibility
 
 MAX_CANDIDATES = 3
 
@@ -23,6 +24,7 @@ class PrefillView:
     name: str
     waiting_tokens: int
     """Published, plus what this worker booked since."""
+    compatibility: Compatibility
     suspect: bool = False
 
 
@@ -35,6 +37,7 @@ class DecodeView:
     free_blocks: int
     """Published, less what this worker booked since."""
     total_blocks: int
+    compatibility: Compatibility
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,10 @@ def choose(
     holder: Incarnation | None = None,
     held_tokens: int = 0,
 ) -> Choice | None:
-    """The best pair and its alternatives; None when one side has no node.
+    """The best pair and its alternatives; None when no two nodes make a pair.
 
     holder: a prefill node at which nothing of the request's held_tokens needs computing.
     """
-    if not prefills or not decodes:
-        return None
     offset = {view.incarnation: (index + turn) % len(prefills) for index, view in enumerate(prefills)}
     used = {view.incarnation: _used(view) for view in decodes}
 
@@ -70,7 +71,10 @@ def choose(
     ranked = sorted(prefills, key=cost)
     fallback: Choice | None = None
     for prefill in ranked:
-        order = _rank_decodes(decodes, prefill.incarnation, avoid, turn)
+        fitting = [view for view in decodes if view.compatibility == prefill.compatibility]
+        if not fitting:
+            continue
+        order = _rank_decodes(fitting, prefill.incarnation, avoid, turn)
         choice = Choice(prefill.incarnation, tuple(view.incarnation for view in order[:MAX_CANDIDATES]))
         if (prefill.incarnation, choice.decodes[0]) not in avoid:
             return choice

@@ -19,7 +19,7 @@ from tests.simulation.plan import Plan
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
 from tests.simulation.shrink import shrink, tell
-from tests.simulation.trial import Failure, attempt, profile_of
+from tests.simulation.trial import Failure, attempt, ease_collector, profile_of
 
 SHRUNK = Path("build/simulation")
 """Short schedules are put here."""
@@ -34,6 +34,7 @@ def say(line: str) -> None:
 def main() -> int:
     """See the module's docstring."""
     arguments = _parse()
+    ease_collector()
     started, total, failures, tried = time.perf_counter(), Counter[str](), 0, 0
     for plan, replay in _plans(arguments):
         tried += 1

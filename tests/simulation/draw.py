@@ -12,8 +12,9 @@ from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from ops.simulate.network import Delays
 from ops.simulate.node import NodeSpec
 from ops.simulate.worker import WorkerSpec
-from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Plan, Slow, Wedge
+from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.profiles import PROFILES, Profile
+from tests.simulation.strangers import STRANGE_FIELDS, strange
 
 WARM_UP_S = 0.7
 """Links are up by then if nothing hinders them."""
@@ -24,7 +25,7 @@ TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2)
 REPLAN_TOKENS = 60
 """One to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "damaged", "blips", "partitions", "slow", "crashes", "freezes",
-                "wedges", "drains", "full", "preemption", "overload")  # fmt: skip
+                "stalls", "wedges", "drains", "full", "preemption", "overload", "strangers")  # fmt: skip
 
 
 def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Plan:
@@ -65,8 +66,18 @@ class _Drawer:
         workers = tuple(WorkerSpec(name=f"W{i}", timers=TIMERS, limits=limits) for i in range(num_workers))
         kinds: list[Role] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
         nodes = tuple(self._node(i, role, limits, poisoned) for i, role in enumerate(kinds))
+        strangers: dict[str, str] = {}
+        misfits: list[Deed] = []
+        if rng.random() < profile.strangers:
+            field, single = rng.choice(STRANGE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
+            if single and rng.random() < 0.6:
+                at, duration = self._time(), rng.choice(NEAR_TIMERS_S)
+                misfits = [Misfit(at, rng.choice(single), field, duration)]
+            else:
+                stranger = self._stranger(rng.choice(nodes), len(nodes), field)
+                nodes, strangers = (*nodes, stranger), {stranger.name: field}
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
-        deeds: list[Deed] = [*asks, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]
+        deeds: list[Deed] = [*asks, *misfits, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]
         return Plan(
             seed,
             name,
@@ -75,7 +86,9 @@ class _Drawer:
             self._delays(),
             rng.random() < 0.5,
             rng.choice((0.02, 0.2)) if rng.random() < profile.damaged else 0.0,
+            rng.choice((0.001, 0.01, 0.05)) if profile.delays else 0.001,
             tuple(sorted(deeds, key=lambda deed: deed.at)),
+            strangers,
         )
 
     def _limits(self) -> Limits:
@@ -124,6 +137,11 @@ class _Drawer:
             ),
         )
 
+    def _stranger(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
+        """One more node like this one, but for one thing."""
+        role = self.rng.choice(like.roles)  # with both it would fit itself
+        return strange(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
+
     def _delays(self) -> Delays:
         rng = self.rng
         if not self.profile.delays:
@@ -165,34 +183,42 @@ class _Drawer:
 
     def _times(self, rate: float) -> Iterator[float]:
         for _ in range(int(rate * 2 * self.rng.random() + self.rng.random())):
-            if self.rng.random() < 0.5:
-                yield self.rng.choice(self.asked_at) + 0.4 * self.rng.random() ** 2
-            else:
-                yield WARM_UP_S + self.profile.span_s * self.rng.random()
+            yield self._time()
 
-    def _linked(self, hosts: list[str]) -> tuple[str, str]:
+    def _time(self) -> float:
+        """Often soon after a request."""
+        if self.rng.random() < 0.5:
+            return self.rng.choice(self.asked_at) + 0.4 * self.rng.random() ** 2
+        return WARM_UP_S + self.profile.span_s * self.rng.random()
+
+    def _linked(self, hosts: list[str], kinds: str = "WPD") -> tuple[str, str]:
         """Two hosts that talk to one another, in either order."""
-        kinds = self.rng.sample("WPD", 2)
-        first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in kinds)
+        pair = self.rng.sample(kinds, 2)
+        first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in pair)
         return first, second
 
     def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Deed]:
         rng, profile = self.rng, self.profile
         for at in self._times(profile.blips):
-            host_a, host_b = self._linked(hosts)
-            yield Blip(at, host_a, host_b, kv=rng.random() < 0.3)
+            kv = rng.random() < 0.3
+            host_a, host_b = self._linked(hosts, "PD" if kv else "WPD")
+            yield Blip(at, host_a, host_b, kv)
         for at in self._times(profile.partitions):
             duration = rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random())
             host_a, host_b = self._linked(hosts)
             yield Cut(at, host_a, host_b, duration, kv=False)
-            if rng.random() < 0.5:
-                yield Cut(at, host_b, host_a, duration, kv=rng.random() < 0.5)
+            if rng.random() < 0.3:
+                yield Cut(at, host_b, host_a, duration, kv=False)
+            if rng.random() < 0.3:
+                yield Cut(at, *self._linked(hosts, "PD"), duration, kv=True)
         for at in self._times(profile.slow):
             yield Slow(at, rng.choice(hosts), rng.choice((0.05, 0.3, 0.9)), 0.5 + 3 * rng.random())
         for at in self._times(profile.crashes):
             yield Crash(at, rng.choice(hosts), rng.choice((0, 0, 1, 3, 10)), rng.choice((0.05, 0.5, 3.0)))
         for at in self._times(profile.freezes):
             yield Freeze(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
+        for at in self._times(profile.stalls):
+            yield Stall(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
         for at in self._times(profile.wedges):
             yield Wedge(at, rng.choice(nodes), rng.choice((1.0, 14.0, 60.0)))
         for at in self._times(profile.drains):

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ops.simulate.node import SimNode
+from ops.simulate.node import NodeSpec, SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker
 from ops.simulate.world import World
 from tests.simulation.checks import Violation
-from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Plan, Slow, Wedge
+from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
+from tests.simulation.strangers import strange
 
 NOTICE_S = 3.0
 """After the end of a node, until no request waits there any more."""
@@ -28,13 +29,15 @@ class Faults:
     """Asked when nobody may rest on a process any more."""
     calm_at: float = 0.0
     """When the last fault is over, as far as that is known."""
+    strangers: dict[str, str] = field(default_factory=dict)
+    """Nodes that fit no other one now, and what is different about them."""
     counts: Counter[str] = field(default_factory=Counter)
     """What happened: a deed that found nothing to do is not counted."""
 
     @property
     def frozen_s(self) -> float:
         """How long processes stand still, all in all."""
-        return sum(deed.duration_s for deed in self.plan.deeds if isinstance(deed, Freeze))
+        return sum(deed.duration_s for deed in self.plan.deeds if isinstance(deed, Freeze | Stall))
 
     @property
     def notice_s(self) -> float:
@@ -58,6 +61,8 @@ class Faults:
                     self._watch_drain(process, restart_s, self.world.loop.now())
             case Freeze(_, host, duration_s):
                 self._freeze(host, duration_s)
+            case Stall(_, host, duration_s):
+                self._stall(host, duration_s)
             case Wedge(_, host, restart_s):
                 process = self._process(host)
                 if isinstance(process, SimNode):
@@ -65,6 +70,8 @@ class Faults:
                     process.wedge()
                     self._later(restart_s)
                     self.world.loop.after(restart_s, self._unwedge, process)
+            case Misfit(_, host, field, duration_s):
+                self._misfit(host, field, duration_s)
             case Blip(_, host_a, host_b, kv):
                 self.counts["KV connection broken" if kv else "connection broken"] += 1
                 (self.world.kv if kv else self.world.network).blip(host_a, host_b)
@@ -124,6 +131,27 @@ class Faults:
             loop.after(self.notice_s - duration_s, self.check_notice, process)
             self._later(duration_s)
             loop.after(duration_s, process.thaw)
+
+    def _stall(self, host: str, duration_s: float) -> None:
+        process = self._process(host)
+        if process is not None and not process.stalled:
+            self.counts["worker stalled" if isinstance(process, SimWorker) else "node stalled"] += 1
+            process.stall()
+            self._later(duration_s)
+            self.world.loop.after(duration_s, process.go_on)
+
+    def _misfit(self, host: str, field: str, duration_s: float) -> None:
+        right = self.world.nodes[host].spec
+        self.counts["node replaced by a misfit"] += 1
+        self._replace(strange(right, field))
+        self.strangers[host] = field
+        self._later(duration_s)
+        self.world.loop.after(duration_s, self._replace, right)
+
+    def _replace(self, spec: NodeSpec) -> None:
+        self.world.nodes[spec.name].end("replaced")
+        self.strangers.pop(spec.name, None)
+        self.world.start_node(spec)
 
     def _unwedge(self, process: SimNode) -> None:
         process.end("wedged")

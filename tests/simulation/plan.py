@@ -60,12 +60,30 @@ class Freeze(msgspec.Struct, frozen=True, tag=True):
     duration_s: float
 
 
+class Stall(msgspec.Struct, frozen=True, tag=True):
+    """A process reads no message and feels no time for a while; its connections stand, its engine goes on."""
+
+    at: float
+    host: str
+    duration_s: float
+
+
 class Wedge(msgspec.Struct, frozen=True, tag=True):
     """The engine's step never ends; the process is restarted when it gives up on it, or after `restart_s`."""
 
     at: float
     host: str
     restart_s: float
+
+
+class Misfit(msgspec.Struct, frozen=True, tag=True):
+    """A node is replaced at its address by one that fits no other node, and that one by the right one again."""
+
+    at: float
+    host: str
+    field: str
+    """What is different; see strangers.py."""
+    duration_s: float
 
 
 class Blip(msgspec.Struct, frozen=True, tag=True):
@@ -96,7 +114,7 @@ class Slow(msgspec.Struct, frozen=True, tag=True):
     duration_s: float
 
 
-Deed = Ask | Leave | Crash | Drain | Freeze | Wedge | Blip | Cut | Slow
+Deed = Ask | Leave | Crash | Drain | Freeze | Stall | Wedge | Misfit | Blip | Cut | Slow
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -109,7 +127,11 @@ class Plan(msgspec.Struct, frozen=True):
     delays: Delays
     static: bool
     damaged_share: float
+    piece_delay_s: float
+    """A piece is under way between this long and twice as long."""
     deeds: tuple[Deed, ...] = ()
+    strangers: dict[str, str] = {}
+    """Nodes that fit no other one, and what is different about them (strangers.py). They are among the nodes."""
 
     @property
     def troubled(self) -> bool:

@@ -24,6 +24,7 @@ class Profile:
     slow: float = 0.0
     crashes: float = 0.0
     freezes: float = 0.0
+    stalls: float = 0.0
     wedges: float = 0.0
     drains: float = 0.0
     full: float = 0.0
@@ -38,6 +39,8 @@ class Profile:
     """Share of schedules in which some nodes have both roles and some have one."""
     slow_engine: bool = False
     """Steps are so slow and short that prompts wait for one another."""
+    strangers: float = 0.0
+    """Share of schedules with a node that fits no other one."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -45,11 +48,11 @@ class Profile:
 PROFILES: dict[str, Profile] = {
     "none": Profile(),
     "delays": Profile(delays=True),
-    "blips": Profile(delays=True, blips=8),
+    "blips": Profile(delays=True, blips=12, span_s=2.0),
     "partitions": Profile(delays=True, partitions=3, slow=0.5),
     "crashes": Profile(delays=True, crashes=2),
-    "freezes": Profile(delays=True, freezes=2, wedges=0.2),
-    "full": Profile(requests=14, full=1.0),
+    "freezes": Profile(delays=True, freezes=2, wedges=0.5),
+    "full": Profile(requests=16, full=1.0, span_s=0.8),
     "leaving": Profile(delays=True, leaving=0.5),
     "deadlines": Profile(delays=True, deadlines=0.6, poisoned=0.1),
     "drain": Profile(delays=True, drains=2),
@@ -58,6 +61,8 @@ PROFILES: dict[str, Profile] = {
     "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.4, both=1.0),
     "mixed": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.3, mixed=1.0),
     "pauses": Profile(requests=16, delays=True, slow_engine=True, span_s=1.0),
+    "stalls": Profile(delays=True, leaving=0.2, stalls=2),
+    "strangers": Profile(delays=True, crashes=0.5, blips=1, strangers=1.0),
     "damage": Profile(delays=True, damaged=1.0),
 }
 PROFILES["all"] = Profile(
@@ -72,6 +77,7 @@ PROFILES["all"] = Profile(
     slow=0.5,
     crashes=2,
     freezes=1.5,
+    stalls=1,
     wedges=0.1,
     drains=1,
     full=0.6,
@@ -79,6 +85,7 @@ PROFILES["all"] = Profile(
     overload=0.3,
     both=0.1,
     mixed=0.1,
+    strangers=0.15,
     swarm=True,
 )
 PROFILES["quick"] = replace(PROFILES["all"], requests=5, span_s=2.0)

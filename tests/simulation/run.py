@@ -49,7 +49,10 @@ class Run:
             on_new_process=self._new_process,
         )
         self.world.kv.damaged_share = self.plan.damaged_share
+        self.world.kv.base_delay_s = self.world.kv.jitter_s = self.plan.piece_delay_s
         self.faults = Faults(self.plan, self.world, self._check_notice)
+        self.faults.strangers |= self.plan.strangers
+        self.watch.strangers = self.faults.strangers
         self.watch.clock_slack_s += self.faults.frozen_s
 
     def run(self) -> Counter[str]:

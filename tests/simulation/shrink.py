@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import asdict, replace
 
 from ops.simulate.network import Delays
-from tests.simulation.plan import Ask, Crash, Cut, Deed, Drain, Freeze, Plan, Slow, Wedge
+from tests.simulation.plan import Ask, Crash, Cut, Deed, Drain, Freeze, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.trial import Failure, try_plan
 
 MAX_RUNS = 600
@@ -71,6 +71,7 @@ class Shrinker:
         for host in hosts:
             yield _without(self.plan, host)
         yield replace(self.plan, delays=Delays())
+        yield replace(self.plan, piece_delay_s=0.001)
         yield replace(self.plan, damaged_share=0.0)
         yield replace(self.plan, static=True)
 
@@ -99,6 +100,8 @@ _SIMPLER: dict[type[Deed], dict[str, Sequence[object]]] = {
     Crash: {"after_actions": (0,), "restart_s": (0.05, 0.5)},
     Drain: {"restart_s": (0.05,)},
     Freeze: {"duration_s": (0.2, 1.2)},
+    Stall: {"duration_s": (0.2, 1.2)},
+    Misfit: {"duration_s": (0.2, 1.2)},
     Wedge: {"restart_s": (1.0,)},
     Cut: {"duration_s": (0.2, 1.2), "kv": (False,)},
     Slow: {"extra_s": (0.05,), "duration_s": (0.5,)},
@@ -110,11 +113,12 @@ def _without(plan: Plan, host: str) -> Plan:
     """The plan without a host and all that befalls it; the plan itself when it cannot do without."""
     nodes = tuple(spec for spec in plan.nodes if spec.name != host)
     workers = tuple(spec for spec in plan.workers if spec.name != host)
-    roles = {role for spec in nodes for role in spec.roles}
-    if not workers or roles != {role for spec in plan.nodes for role in spec.roles}:
+    roles = {role for spec in nodes if spec.name not in plan.strangers for role in spec.roles}
+    if not workers or roles != {"prefill", "decode"}:
         return plan
     deeds = tuple(deed for deed in plan.deeds if host not in asdict(deed).values())
-    return replace(plan, nodes=nodes, workers=workers, deeds=deeds)
+    strangers = {name: field for name, field in plan.strangers.items() if name != host}
+    return replace(plan, nodes=nodes, workers=workers, deeds=deeds, strangers=strangers)
 
 
 def shrink(plan: Plan, failure: Failure) -> tuple[Plan, Failure]:
@@ -127,6 +131,7 @@ def tell(plan: Plan) -> Iterator[str]:
     """A schedule in lines that a person can read."""
     hosts = [f"{spec.name} ({'+'.join(spec.roles)}, {spec.num_blocks} blocks)" for spec in plan.nodes]
     yield f"{', '.join(spec.name for spec in plan.workers)}; {', '.join(hosts)}; {plan.delays}"
+    yield from (f"{name} is a stranger: {field}" for name, field in plan.strangers.items())
     for deed in plan.deeds:
         words = ", ".join(
             f"{name} {_short(value)}" for name, value in asdict(deed).items() if name not in ("at", "seed")

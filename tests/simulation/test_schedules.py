@@ -4,8 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.simulation.draw import draw_plan
+from tests.simulation.ledger import Tally
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run, run_plan
+from tests.simulation.torture import do_range
 
 SEEDS_PER_PROFILE = 10
 SEEDS_OF_ALL = 60
@@ -46,3 +48,46 @@ def test_a_schedule_without_one_of_its_deeds_is_a_schedule_too():
     for leave_out in range(len(plan.deeds)):
         deeds = plan.deeds[:leave_out] + plan.deeds[leave_out + 1 :]
         run_plan(replace(plan, deeds=deeds))
+
+
+FAULTS = {
+    "message lost with its connection",
+    "message late after its connection",
+    "message held by a cut",
+    "connection broken",
+    "KV connection broken",
+    "partition, one way",
+    "partition, both ways",
+    "KV partition",
+    "piece lost",
+    "piece damaged",
+    "slow host",
+    "freeze and thaw",
+    "worker stalled",
+    "node stalled",
+    "engine wedged",
+    "end: crash",
+    "end: crash at an action",
+    "end: drained",
+    "drain of a node",
+    "drain of a worker",
+    "restart at the same address",
+    "node replaced by a misfit",
+    "client leaves",
+}
+ENDS = {"stop", "length", "timeout", "cancelled", "refused OverloadedError", "error GenerationError", "worker died"}
+MESSAGES = {"Queued", "Refused gone", "Job again", "Gone given_back", "HandoverFailed no_room", "HelloRefused model"}
+AT_MOST = 800
+"""Seeds of all profiles until the rarest has been drawn; 150 are enough as a rule."""
+
+
+def test_every_kind_of_trouble_happens():
+    """Else a schedule without complaint would say nothing of it."""
+    tally, missing = Tally(), FAULTS | ENDS | MESSAGES
+    for first in range(0, AT_MOST, 10):
+        tally.add(do_range("each", first, first + 10)[2])
+        missing = (FAULTS - tally.faults.keys()) | (ENDS - tally.ends.keys()) | (MESSAGES - tally.messages.keys())
+        if not missing:
+            break
+    assert missing == set()
+    assert tally.failed == []

@@ -6,7 +6,6 @@ One page about all of it is printed and put beside the state file. Exit code 1 w
 """
 
 import argparse
-import gc
 import os
 import shlex
 import signal
@@ -29,7 +28,7 @@ from tests.simulation.ledger import Failed, Ledger, Tally, code_version, open_le
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
 from tests.simulation.torture_page import page
-from tests.simulation.trial import attempt, profile_of, try_plan
+from tests.simulation.trial import attempt, ease_collector, profile_of, try_plan
 
 CHUNK = 10
 """Seeds that one process does before it tells of them."""
@@ -51,7 +50,6 @@ def do_range(choice: str, first: int, end: int) -> tuple[int, int, Tally]:
         failed = [] if failure is None else [Failed(seed, name, failure.kind, failure.text)]
         faults, messages = dict(run.faults.total()), dict(run.watch.counts)
         tally.add(Tally(1, 0.0, {name: 1}, faults, dict(run.counts), messages, failed))
-    gc.collect()
     tally.cpu_s = time.process_time() - began
     return first, end, tally
 
@@ -75,8 +73,7 @@ class Torture:
         # The processes inherit that Ctrl-C is not for them: what they have begun they bring to an end.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            # A world is one big cycle of references: it is collected after each range, not in the middle of it.
-            with ProcessPoolExecutor(self.jobs, get_context("spawn"), gc.disable) as pool:
+            with ProcessPoolExecutor(self.jobs, get_context("spawn"), ease_collector) as pool:
                 self._submit(pool, pending, chunks)
                 for number in before:
                     signal.signal(number, self._stop)

@@ -1,16 +1,36 @@
 """Looks at every event and action of every process: rules that no single core can check, and counts of it all."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.ids import Incarnation, RequestId
-from common.protocol.messages import Committed, Gone, Granted, HandedOver, HandoverFailed, Job, Message, Refused
+from common.protocol.messages import (
+    Commit,
+    Committed,
+    Envelope,
+    Gone,
+    Granted,
+    HandedOver,
+    HandoverFailed,
+    HelloRefused,
+    Job,
+    Message,
+    Queued,
+    Refused,
+    Reserve,
+    Revoke,
+)
 from common.state.actions import Send
+from common.state.events import Received, Tick
 from ops.simulate.node import SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
 from tests.simulation.checks import Violation
+from tests.simulation.strangers import refused_field
+
+LONGEST_STEP_S = 1.0
+"""No step of a simulated engine takes as long."""
 
 
 @dataclass(slots=True)
@@ -21,15 +41,33 @@ class Watch:
     """Another trace to be called first."""
     clock_slack_s: float = 0.01
     """A request may have waited this long for a worker that was frozen."""
+    strangers: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that fit no other one now, and what is different about them."""
     counts: Counter[str] = field(default_factory=Counter)
+    _ticked: dict[str, float] = field(default_factory=dict)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
 
     def look(self, process: Process, what: object) -> None:
         """Called before an event is taken in and before an action is performed."""
         if self.also is not None:
             self.also(process, what)
-        if isinstance(what, Send):
-            self._sent(process, what.message)
+        match what:
+            case Send(_, message):
+                self._sent(process, message)
+            case Received(envelope) if self.strangers:
+                self._heard(process, envelope)
+            case Tick() if isinstance(process, SimNode):
+                self._check_engine(process)
+            case _:
+                pass
+
+    def _heard(self, process: Process, envelope: Envelope) -> None:
+        """A stranger gets no work. What was meant for an earlier life at its address is none."""
+        work = isinstance(envelope.message, Job | Reserve | Commit) and envelope.receiver == process.incarnation
+        if work and process.host in self.strangers:
+            raise Violation(f"{process.host} fits no other node and gets a {type(envelope.message).__name__}")
+        if isinstance(envelope.message, HelloRefused):
+            self._check_refusal(envelope.message.reason)
 
     def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
         """Age and deadline go on over all attempts."""
@@ -38,6 +76,22 @@ class Watch:
         remaining_s = max(0.0, stream.request.timeout_s - waited_s)
         if wrong or abs(message.remaining_ms / 1000 - remaining_s) > self.clock_slack_s:
             raise Violation(f"attempt {message.attempt} of {message.request_id[:8]} starts its age or deadline anew")
+
+    def _check_engine(self, node: SimNode) -> None:
+        """Whoever is slow, an engine that has work makes steps. Not asked of a node that has just been still itself."""
+        now, before = node.loop.now(), self._ticked.get(node.host, 0.0)
+        self._ticked[node.host] = now
+        still_s = now - node.core.progress.last_progress
+        awake = now - before < 2 * node.tick_s and not node.engine.stopped
+        if awake and still_s > LONGEST_STEP_S and node.core.scheduler.work_waiting:
+            raise Violation(f"{node.host} has work and made no step for {still_s:.2f} s")
+
+    def _check_refusal(self, reason: str) -> None:
+        """It names what is different."""
+        named = reason.partition(":")[0]
+        self.counts[f"HelloRefused {named}"] += 1
+        if named not in [refused_field(field) for field in self.strangers.values()]:
+            raise Violation(f"a Hello is refused for {reason}, which is not what is different")
 
     def _sent(self, process: Process, message: Message) -> None:
         match message:
@@ -60,8 +114,12 @@ class Watch:
             case HandoverFailed(reason=reason, commit_sent=commit_sent):
                 self.counts[f"HandoverFailed {reason}{' after Commit' if commit_sent else ''}"] += 1
             case Gone(reason=reason, detail=detail):
-                self.counts[f"Gone {reason} {detail[:30]}"] += 1
+                self.counts[f"Gone {reason} {detail[:30]}".strip()] += 1
             case Refused(reason=reason):
                 self.counts[f"Refused {reason[:30]}"] += 1
+            case Queued():
+                self.counts["Queued"] += 1
+            case Revoke(reason=reason):
+                self.counts[f"Revoke {reason[:30]}"] += 1
             case HandedOver():
                 self.counts["HandedOver"] += 1

@@ -1,18 +1,36 @@
 """Which nodes a request goes to: rule 4 and the penalty of rule 34."""
 
+import msgspec
+
 from common.ids import Incarnation
+from common.model_info import Compatibility
 from router.policy.placement import MAX_CANDIDATES, DecodeView, PrefillView, choose
 
 P1, P2 = Incarnation("1" * 32), Incarnation("2" * 32)
 D1, D2, D3, D4 = (Incarnation(digit * 32) for digit in "6789")
 
 
-def prefill(peer: Incarnation, waiting_tokens: int = 0) -> PrefillView:
-    return PrefillView(peer, "p", waiting_tokens)
+KIND = Compatibility(protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1)
+OTHER = msgspec.structs.replace(KIND, kv_dtype="g")
 
 
-def decode(peer: Incarnation, free_blocks: int = 50, total_blocks: int = 100) -> DecodeView:
-    return DecodeView(peer, "d", free_blocks, total_blocks)
+def prefill(peer: Incarnation, waiting_tokens: int = 0, kind: Compatibility = KIND) -> PrefillView:
+    return PrefillView(peer, "p", waiting_tokens, kind)
+
+
+def decode(peer: Incarnation, free_blocks: int = 50, total_blocks: int = 100, kind: Compatibility = KIND) -> DecodeView:
+    return DecodeView(peer, "d", free_blocks, total_blocks, kind)
+
+
+def test_kv_passes_between_nodes_of_one_kind_only():
+    prefills = [prefill(P1, 0, OTHER), prefill(P2, 9)]
+    choice = choose(prefills, [decode(D1, 90, kind=OTHER), decode(D2)])
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (P1, (D1,))
+    choice = choose(prefills, [decode(D2), decode(D3)], avoid={(P2, D2)})
+    assert choice is not None
+    assert (choice.prefill, choice.decodes) == (P2, (D3, D2))
+    assert choose(prefills[:1], [decode(D2)]) is None
 
 
 def test_both_sides_are_needed():

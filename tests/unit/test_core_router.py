@@ -37,7 +37,7 @@ REQUEST = RequestId("a" * 32)
 class Bench:
     """A router worker with one prefill and one decode node."""
 
-    def __init__(self) -> None:
+    def __init__(self, decode_block_size: int = 4) -> None:
         self.core = RouterCore("w", Timers(), Limits(), random.Random(0))
         roles: tuple[tuple[Incarnation, Role], ...] = ((PREFILL, "prefill"), (DECODE, "decode"))
         for peer, role in roles:
@@ -47,7 +47,12 @@ class Bench:
                 roles=(role,),
                 model=ModelInfo(name="m", vocab_size=8, max_model_len=64, max_position_embeddings=64),
                 compatibility=Compatibility(
-                    protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
+                    protocol_version=1,
+                    model="m",
+                    kv_dtype="f",
+                    kv_layout="l",
+                    block_size=decode_block_size if role == "decode" else 4,
+                    num_layers=1,
                 ),
             )
             self.tell(peer, role, welcome, 0.0)
@@ -184,3 +189,12 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(bench):
     bench.hand_over()
     assert ends(bench.tokens(1, 0, (5,), finish="stop"))
     assert all(beat.last for beat in said(bench.core.close(0.5), Beat).values())
+
+
+def test_without_a_pair_that_fits_it_says_in_what_the_nodes_differ():
+    bench = Bench(decode_block_size=16)
+    assert bench.core.not_ready_reason("m") == "no prefill node fits a decode node; block_size: 4 != 16"
+    assert bench.core.planner.least_waiting_tokens("m") == 0
+    with pytest.raises(UnavailableError, match="block_size: 4 != 16"):
+        bench.submit()
+    assert bench.core.is_quiescent()

@@ -1,0 +1,26 @@
+"""Nodes that fit no other one: what can be different about them. Plain data."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ops.simulate.node import NodeSpec
+
+_STRANGE: Mapping[str, Mapping[str, object]] = {
+    "name": {"model_name": "another", "weights": "another"},
+    "model": {"weights": "of another training"},
+    "kv_dtype": {"kv_dtype": "other"},
+    "block_size": {"block_size": 8},
+    "num_layers": {"num_layers": 3},
+}
+STRANGE_FIELDS = tuple(_STRANGE)
+"""The name of the model, or a field of the tuple that Hello carries."""
+
+
+def strange(spec: NodeSpec, field: str) -> NodeSpec:
+    """The same node, but for this."""
+    return replace(spec, **_STRANGE[field])  # type: ignore[arg-type]
+
+
+def refused_field(field: str) -> str:
+    """What a refused Hello names: another model has other weights, and its name is no part of Hello."""
+    return "model" if field == "name" else field
