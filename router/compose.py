@@ -9,8 +9,10 @@ import threading
 from prometheus_client import CollectorRegistry
 
 from common.clock import MonotonicClock
+from common.config.endpoints import with_key
 from common.config.schema import ClusterConfig
 from common.transport.context import TransportContext
+from common.transport.security import load_security
 from router.app import AppDependencies, create_app
 from router.http.metrics import RouterMetrics
 from router.http.shell import AsgiShell
@@ -23,14 +25,19 @@ START_WAIT_S = 3.0
 def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
     """The ASGI application of a worker. Its service starts with the worker's lifespan and drains at SIGTERM."""
     log = logging.getLogger("kvferry.router")
-    context = TransportContext()
+    security = load_security(config.security, "router")
+    context = TransportContext(security)
     clock = MonotonicClock()
+    nodes, members = config.router.nodes, config.discovery.proxy_workers
+    if security is not None:
+        nodes = security.completed("router.nodes", nodes, "node")
+        members = with_key(members, security.public) if members else ""  # the proxy of this host has the same key
     settings = ServiceSettings(
         name=f"worker-{os.getpid()}",
         timers=config.timers,
         limits=config.limits,
-        static_nodes=config.router.nodes,
-        announcements=config.discovery.proxy_workers,
+        static_nodes=nodes,
+        announcements=members,
         start_wait_s=START_WAIT_S,
         configured_models=(config.model.name,) if config.model.name else (),
     )

@@ -38,6 +38,7 @@ def check_config(config: ClusterConfig) -> None:
     for role in ("prefill", "decode"):
         _check_role(role, config.prefill if role == "prefill" else config.decode, config)
     _check_discovery(config)
+    _check_security(config)
 
 
 def config_notes(config: ClusterConfig) -> tuple[str, ...]:
@@ -79,8 +80,11 @@ def _check_limits(limits: Limits) -> None:
 
 
 def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
-    for key in ("bind", "kv_bind"):
-        _check_bind(f"{role}.{key}", getattr(section, key), config.node.allow_remote, "node.allow_remote")
+    for key, keyed in (
+        ("bind", config.security.is_on),
+        ("kv_bind", config.security.is_on and config.security.kv == "on"),
+    ):
+        _check_bind(f"{role}.{key}", getattr(section, key), keyed or config.node.allow_remote, "node.allow_remote")
     for bind_key, key in (("bind", "advertise"), ("kv_bind", "kv_advertise")):
         advertised = getattr(section, key)
         if advertised:
@@ -97,18 +101,29 @@ def _check_discovery(config: ClusterConfig) -> None:
     for endpoint in config.router.nodes:
         _endpoint("router.nodes", endpoint)
     if discovery.proxy_nodes:
-        _check_bind("discovery.proxy_nodes", discovery.proxy_nodes, discovery.allow_remote, "discovery.allow_remote")
+        may_be_remote = discovery.allow_remote or config.security.is_on
+        _check_bind("discovery.proxy_nodes", discovery.proxy_nodes, may_be_remote, "discovery.allow_remote")
         if not _endpoint("discovery.proxy_workers", discovery.proxy_workers).is_local:
             raise ConfigError(f"discovery.proxy_workers: {discovery.proxy_workers} is for workers of this host alone")
         if discovery.proxy_nodes == discovery.proxy_workers:
             raise ConfigError("discovery.proxy_workers: must differ from discovery.proxy_nodes")
 
 
-def _check_bind(name: str, text: str, allow_remote: bool, switch: str) -> None:
-    if not _endpoint(name, text).is_local and not allow_remote:
+def _check_security(config: ClusterConfig) -> None:
+    security = config.security
+    if security.is_on and not security.allowed_keys:
+        raise ConfigError("security.allowed_keys: needed with keys: it says whom to let in")
+    if security.is_on and not (security.node_key_file or security.router_key_file):
         raise ConfigError(
-            f"{name}: {text} can be reached from other hosts and no keys are configured; "
-            f"bind loopback, or set {switch} = true on a network of your own"
+            "security.node_key_file: needed with security.allowed_keys, or security.router_key_file, or both"
+        )
+
+
+def _check_bind(name: str, text: str, may_be_remote: bool, switch: str) -> None:
+    if not _endpoint(name, text).is_local and not may_be_remote:
+        raise ConfigError(
+            f"{name}: {text} can be reached from other hosts and no keys are configured for it; "
+            f"bind loopback, configure [security], or set {switch} = true on a network of your own"
         )
 
 
@@ -128,3 +143,5 @@ def _notes(config: ClusterConfig) -> Iterator[str]:
         )
     if not config.discovery.announce_to and not router.nodes:
         yield "discovery.announce_to and router.nodes are both empty: no router will find a node"
+    if config.security.is_on and config.security.kv == "off":
+        yield "security.kv = off: prompts' KV travels in the clear, and whoever reaches a kv_bind may speak to it"

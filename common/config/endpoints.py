@@ -1,6 +1,7 @@
 """Endpoint strings (`tcp://host:port`, `ipc://path`, `inproc://name`): taking them apart, and what a bind may reach.
 
-Pure; resolves no name and opens no socket.
+With keys on, an endpoint also says whose it is: `tcp://host:port?key=HEX`, the public key that the process there must
+have. So who connects knows, wherever the endpoint came from. Pure; resolves no name and opens no socket.
 """
 
 import ipaddress
@@ -9,6 +10,9 @@ from typing import NamedTuple
 from common.errors import ConfigError
 
 SCHEMES = ("tcp", "ipc", "inproc")
+KEY_DIGITS = 64
+_KEY_MARK = "?key="
+_HEX = frozenset("0123456789abcdef")
 
 
 class Endpoint(NamedTuple):
@@ -18,6 +22,8 @@ class Endpoint(NamedTuple):
     host: str
     """Host for tcp without brackets; the path for ipc, the name for inproc."""
     port: int | None
+    key: str = ""
+    """The public key of who listens there, in hexadecimal; empty when it says none."""
 
     @property
     def is_wildcard(self) -> bool:
@@ -35,16 +41,29 @@ class Endpoint(NamedTuple):
             return False
 
 
+def is_key(text: str) -> bool:
+    """Whether this is a key as it is written: 32 bytes in lower-case hexadecimal."""
+    return len(text) == KEY_DIGITS and _HEX.issuperset(text)
+
+
+def with_key(text: str, key: str) -> str:
+    """The endpoint with this key in place of the one it has, if any."""
+    return text.partition(_KEY_MARK)[0] + _KEY_MARK + key
+
+
 def parse_endpoint(text: str) -> Endpoint:
     """Take an endpoint apart; ConfigError when it is none."""
-    scheme, found, rest = text.partition("://")
+    place, marked, key = text.partition(_KEY_MARK)
+    if marked and not is_key(key):
+        raise ConfigError(f"{text!r} is not an endpoint: expected {KEY_DIGITS} hexadecimal digits after {_KEY_MARK}")
+    scheme, found, rest = place.partition("://")
     if not found or scheme not in SCHEMES or not rest:
         raise ConfigError(f"{text!r} is not an endpoint: expected tcp://host:port, ipc://path or inproc://name")
     if scheme != "tcp":
-        return Endpoint(scheme, rest, None)
+        return Endpoint(scheme, rest, None, key)
     host, colon, port = rest.rpartition(":")
     if port == "*":
         port = "0"
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"{text!r} is not an endpoint: expected tcp://host:port, with * or 0 for any free port")
-    return Endpoint(scheme, host.removeprefix("[").removesuffix("]"), int(port))
+    return Endpoint(scheme, host.removeprefix("[").removesuffix("]"), int(port), key)

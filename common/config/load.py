@@ -22,6 +22,11 @@ Tables = dict[str, dict[str, TomlValue]]
 """section -> key -> value, as TOML gives it."""
 
 _SHOWN_CHARS = 60
+_PATHS = {
+    "model": ("path",),
+    "security": ("allowed_keys", "node_key_file", "router_key_file"),
+}
+"""Keys that name files. Relative to the configuration file in it, to the working directory in an override."""
 
 
 class Override(NamedTuple):
@@ -43,6 +48,7 @@ def load_config(path: Path | None = None, overrides: Iterable[Override] = ()) ->
             raise ConfigError(f"{path}: {error}") from None
     for section, key, value in overrides:
         tables.setdefault(section, {})[key] = value
+    _make_absolute(tables, Path.cwd(), ("security",))  # model.path is made so where the model is chosen
     config = _convert(tables)
     check_config(config)
     return config
@@ -73,10 +79,17 @@ def _read_file(path: Path) -> Tables:
     for name, section in content.items():
         if name in section_types() and not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a section, [{name}]")
-    model = content.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
-        model["path"] = str(path.absolute().parent / Path(model["path"]).expanduser())
+    _make_absolute(content, path.absolute().parent, tuple(_PATHS))
     return content
+
+
+def _make_absolute(tables: Tables, folder: Path, sections: Iterable[str]) -> None:
+    for section in sections:
+        table = tables.get(section, {})
+        for key in _PATHS[section]:
+            value = table.get(key)
+            if isinstance(value, str) and value:
+                table[key] = str(folder / Path(value).expanduser())
 
 
 def _convert(tables: Mapping[str, Mapping[str, TomlValue]]) -> ClusterConfig:

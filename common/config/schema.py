@@ -66,6 +66,27 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Let the proxy bind beyond loopback although no keys are configured."""
 
 
+class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys for every tcp and ipc socket: ops/docs/security.md. None by default, and then everything binds loopback.
+    Paths are relative to the configuration file."""
+
+    allowed_keys: str = ""
+    """Whom this process lets in and whom it connects to: a directory of .pub files, or one file with a key a line. Read
+    again when it changes. Needed with keys."""
+    node_key_file: str = ""
+    """The secret key of this host's nodes; a host without nodes needs none."""
+    router_key_file: str = ""
+    """The secret key of this host's router workers and proxy; a host without them needs none."""
+    kv: Literal["on", "off"] = "on"
+    """off: ferried KV travels without keys, for a network that encrypts by itself (WireGuard). The same on all nodes; a
+    kv_bind beyond loopback then needs node.allow_remote."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether keys are configured."""
+        return bool(self.allowed_keys or self.node_key_file or self.router_key_file)
+
+
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What holds for every node; [prefill] and [decode] may say otherwise for one role."""
 
@@ -160,6 +181,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: ModelConfig = ModelConfig()
     router: RouterConfig = RouterConfig()
     discovery: DiscoveryConfig = DiscoveryConfig()
+    security: SecurityConfig = SecurityConfig()
     node: NodeConfig = NodeConfig()
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()

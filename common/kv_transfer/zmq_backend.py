@@ -23,7 +23,7 @@ from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkMonitor
 from common.transport.node_socket import NodeSocket
-from common.transport.options import DEFAULT_TIMERS, Security, SocketOptions
+from common.transport.options import DEFAULT_TIMERS, SocketOptions
 from common.transport.poll_loop import PollLoop
 from common.transport.wakeup import Inbox, Wakeup
 
@@ -48,7 +48,6 @@ class ZmqKvMover:
         checksum: bool = False,
         activate: Callable[[], None] = lambda: None,
         window: Window = WINDOW,
-        security: Security | None = None,
         clock: Clock | None = None,
         timers: Timers = DEFAULT_TIMERS,
     ) -> None:
@@ -57,7 +56,6 @@ class ZmqKvMover:
         self._own = own
         self._bind = bind
         self._allow_remote = allow_remote
-        self._security = security
         self._activate = activate
         self._post = post
         self._clock = clock or MonotonicClock()
@@ -66,7 +64,7 @@ class ZmqKvMover:
         self._wakeup = Wakeup()
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()
-        self._socket = NodeSocket(context, self._options, security)
+        self._socket = NodeSocket(context, self._options)
         self._expectations = Expectations(cache)
         end = KvEnd(own, limits, self._clock, post)
         self._receiver = ZmqReceiver(end, self._socket, self._expectations)
@@ -135,7 +133,7 @@ class ZmqKvMover:
         self._socket.check_invariants()
 
     def _make_link(self) -> tuple[LinkSocket, LinkMonitor]:
-        link = LinkSocket(self._context, self._own, self._options, self._security)
+        link = LinkSocket(self._context, self._own, self._options)
         monitor = LinkMonitor(self._context, link)
         link.open()
         monitor.open()

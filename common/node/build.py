@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.clock import Clock
+from common.config.endpoints import parse_endpoint, with_key
 from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
 from common.device.base import Device
@@ -189,7 +190,9 @@ class NodeBuilder:
 
 
 def advertised(bound: str, advertise: str) -> str:
-    """How others reach a bound endpoint: as configured, a port of * standing for the bound one."""
+    """How others reach a bound endpoint: as configured, a port of * standing for the bound one, and with its key."""
     if not advertise:
         return bound
-    return advertise.removesuffix("*") + bound.rsplit(":", 1)[1] if advertise.endswith(":*") else advertise
+    endpoint = parse_endpoint(bound)
+    text = f"{advertise.removesuffix('*')}{endpoint.port}" if advertise.endswith(":*") else advertise
+    return with_key(text, endpoint.key) if endpoint.key else text

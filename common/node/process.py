@@ -30,6 +30,7 @@ from common.protocol.messages import Announce, Envelope
 from common.state.actions import ExitProcess
 from common.transport.announce import Announcer
 from common.transport.context import TransportContext
+from common.transport.security import load_security
 
 START_TIMEOUT_S = 60.0
 
@@ -41,13 +42,19 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
     """
     log = logging.getLogger(f"kvferry.{role}")
     settings = _named(resolve_node(config, role, probe_host()))
-    builder, context = _build(config, settings, make_legs, log)
+    security = load_security(config.security, "node")
+    proxies = config.discovery.announce_to
+    if security is not None:
+        proxies = security.completed("discovery.announce_to", proxies, "router")
+    context = TransportContext(security)
+    builder = _build(config, settings, make_legs, log, context)
     shell = builder.build()
     thread = _ControlThread(shell)
+    announcer = Announcer(context, proxies, config.timers, config.limits)
     try:
         with _signals(shell, log):
             thread.start()
-            announcer = _announce(config, settings, builder, thread, context)
+            _announce(settings, builder, thread, announcer)
             _tell_ready(log, settings.name, builder.model_info.name, shell.endpoint)
             try:
                 ended = thread.wait()
@@ -72,8 +79,12 @@ def _named(settings: NodeSettings) -> NodeSettings:
 
 
 def _build(
-    config: ClusterConfig, settings: NodeSettings, make_legs: MakeLegs, log: logging.Logger
-) -> tuple[NodeBuilder, TransportContext]:
+    config: ClusterConfig,
+    settings: NodeSettings,
+    make_legs: MakeLegs,
+    log: logging.Logger,
+    context: TransportContext,
+) -> NodeBuilder:
     if not config.model.path:
         raise ModelLoadError("model.path is empty: name a HuggingFace directory or a GGUF file")
     device = select_device(settings.device, settings.threads, settings.device_index)
@@ -87,18 +98,11 @@ def _build(
         progress=os.isatty(2),
         before=lambda footprint: demand_memory(footprint, settings, device),
     )
-    context = TransportContext()
     around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)
-    return NodeBuilder(loaded, device, settings, around, make_legs), context
+    return NodeBuilder(loaded, device, settings, around, make_legs)
 
 
-def _announce(
-    config: ClusterConfig,
-    settings: NodeSettings,
-    builder: NodeBuilder,
-    thread: "_ControlThread",
-    context: TransportContext,
-) -> Announcer:
+def _announce(settings: NodeSettings, builder: NodeBuilder, thread: "_ControlThread", announcer: Announcer) -> None:
     shell = thread.shell
     if not shell.wait_bound(START_TIMEOUT_S) or not shell.endpoint:
         thread.wait()  # raises what went wrong
@@ -109,9 +113,7 @@ def _announce(
         model=builder.model_info.name,
         endpoint=advertised(shell.endpoint, settings.advertise),
     )
-    announcer = Announcer(context, config.discovery.announce_to, config.timers, config.limits)
     announcer.start(Envelope(builder.incarnation, builder.incarnation, announce))
-    return announcer
 
 
 @contextmanager

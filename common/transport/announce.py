@@ -4,6 +4,7 @@ Says nothing about whether a node lives. Losing a proxy, or the name service, fr
 takes a node away.
 """
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,16 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from common.clock import Clock, MonotonicClock
-from common.config.endpoints import parse_endpoint
+from common.config.endpoints import parse_endpoint, with_key
 from common.config.protocol import Limits, Timers
-from common.errors import InvariantError, ProtocolError
+from common.errors import ConfigError, InvariantError, ProtocolError
 from common.protocol.messages import Announce, Envelope
 from common.protocol.wire import decode, encode
 from common.transport import nowait, options
+from common.transport.channel import Channel
 from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
-from common.transport.options import Security, SocketOptions
+from common.transport.options import SocketOptions
 
+_LOG = logging.getLogger("kvferry.announce")
 ANNOUNCE_OPTIONS = SocketOptions(high_water=1000, max_frame_bytes=65_536)
 """For every socket that announcements pass, the proxy's too."""
 
@@ -35,7 +38,8 @@ def resolve_endpoint(endpoint: str) -> list[str]:
         return [endpoint]
     found = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)
     hosts = sorted({str(address[0]) for *_, address in found})
-    return [f"tcp://[{host}]:{parsed.port}" if ":" in host else f"tcp://{host}:{parsed.port}" for host in hosts]
+    texts = [f"tcp://[{host}]:{parsed.port}" if ":" in host else f"tcp://{host}:{parsed.port}" for host in hosts]
+    return [with_key(text, parsed.key) for text in texts] if parsed.key else texts
 
 
 class Announcer:
@@ -48,7 +52,6 @@ class Announcer:
         timers: Timers,
         limits: Limits,
         *,
-        security: Security | None = None,
         resolve: Resolve = resolve_endpoint,
         clock: Clock | None = None,
     ) -> None:
@@ -56,7 +59,6 @@ class Announcer:
         self._proxies = tuple(proxies)
         self._timers = timers
         self._limits = limits
-        self._security = security
         self._resolve = resolve
         self._clock = clock or MonotonicClock()
         self._stop = threading.Event()
@@ -68,7 +70,7 @@ class Announcer:
     def start(self, announcement: Envelope) -> None:
         """Announce it from now on. ConfigError when a proxy's endpoint is none, ProtocolError when it is too large."""
         for proxy in self._proxies:
-            options.check_connectable(proxy)
+            options.check_connectable(self._context, proxy, Channel.ANNOUNCE)
         self.change(announcement)
         if self._thread is not None:
             raise InvariantError("the announcer was started already")
@@ -108,7 +110,10 @@ class Announcer:
                 continue  # what was known before goes on
         wanted = {endpoint for endpoints in self._resolved.values() for endpoint in endpoints}
         for endpoint in wanted - self._connected.keys():
-            self._connected[endpoint] = options.connect(publisher, endpoint, security=self._security)
+            try:
+                self._connected[endpoint] = options.connect(self._context, publisher, endpoint, Channel.ANNOUNCE)
+            except ConfigError as error:  # its key was taken out of the list; it may come back
+                _LOG.warning("%s", error)
         for endpoint in self._connected.keys() - wanted:
             publisher.disconnect(self._connected.pop(endpoint))
 
@@ -116,10 +121,9 @@ class Announcer:
 class AnnouncementListener:
     """Hears announcements from one proxy. Never waits; owned by one thread or event loop (through AsyncReceiver)."""
 
-    def __init__(self, context: TransportContext, limits: Limits, security: Security | None = None) -> None:
+    def __init__(self, context: TransportContext, limits: Limits) -> None:
         self._context = context
         self._limits = limits
-        self._security = security
         self._socket: zmq.Socket[bytes] | None = None
         self.malformed = 0
         """Messages dropped since they were no announcement of this protocol version."""
@@ -131,7 +135,7 @@ class AnnouncementListener:
         subscriber = self._context.open_socket(zmq.SUB, "announcement listener")
         try:
             options.apply(subscriber, ANNOUNCE_OPTIONS)
-            options.connect(subscriber, endpoint, security=self._security)
+            options.connect(self._context, subscriber, endpoint, Channel.MEMBERS)
             subscriber.subscribe(b"")
         except BaseException:
             self._context.close_socket(subscriber)

@@ -5,6 +5,7 @@ address is probed is handed in.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -23,6 +24,8 @@ from common.transport.outbox import SendResult
 from common.transport.probe import ProbeResult
 
 PROBE_TIMEOUT_S = 1.0
+FAILURES_TOLD = 3
+"""Handshakes that fail in a row until it is told, once: a process that ends may leave one."""
 
 T = TypeVar("T")
 Close = Callable[[], None]
@@ -49,6 +52,10 @@ class _Open:
     link: LinkSocket
     monitor: LinkMonitor
     closers: tuple[Close, Close]
+    gave_up: bool = False
+    """ZeroMQ does not try again."""
+    due: bool = False
+    """Whoever is wanted there was called in vain: time for a new link."""
 
 
 class ClientLinks:
@@ -72,12 +79,19 @@ class ClientLinks:
         self._on_event = on_event
         self._log = log
         self._open: dict[str, _Open] = {}
+        self._failures: Counter[str] = Counter()
+        """Handshakes that failed since the last that did not."""
+        self._unconnected: dict[str, str] = {}
+        """Wanted, and without a link: what there was to say about it."""
         self._endpoint_of: dict[Incarnation, str] = {}
         self.malformed = 0
         """Messages dropped since they broke the protocol."""
 
     def open(self, endpoint: str) -> None:
-        """Make a link to this endpoint. A wrong address is logged, not raised: it came from another process."""
+        """Make a link to this endpoint. A wrong address is logged, not raised: it came from another process.
+
+        A key that is not allowed may be soon: each Hello tries again.
+        """
         link = LinkSocket(self._context, self._own, self._options)
         monitor = LinkMonitor(self._context, link)
         link.open()
@@ -85,10 +99,13 @@ class ClientLinks:
             monitor.open()
             link.connect(endpoint)
         except ConfigError as error:
-            self._log.warning("cannot connect to node %s: %s", endpoint, error)
+            if self._unconnected.get(endpoint) != str(error):
+                self._log.warning("%s", error)
+            self._unconnected[endpoint] = str(error)
             monitor.close()
             link.close()
             return
+        self._unconnected.pop(endpoint, None)
         closers = (
             self._watcher.watch_link(link, lambda frames: self._on_frames(endpoint, frames)),
             self._watcher.watch_monitor(monitor, lambda event: self._on_monitor(endpoint, event)),
@@ -123,14 +140,23 @@ class ClientLinks:
             self._log.warning("node at %s takes nothing: messages were dropped", found.link.endpoint)
 
     def send_unaddressed(self, endpoint: str, message: Message) -> None:
-        """Send to whoever lives at the endpoint. Never queued: it is repeated anyway."""
+        """Send to whoever lives at the endpoint. Never queued: it is repeated anyway.
+
+        Where there is no link, or one that ZeroMQ gave up, a new one is tried.
+        """
+        if endpoint in self._unconnected:
+            self.open(endpoint)
         if (found := self._open.get(endpoint)) is not None:
+            found.due = found.gave_up
             found.link.try_send(encode(Envelope(self._own, Incarnation(""), message), self._limits))
 
     def flush(self) -> None:
-        """Try again to send what waits for nodes that were full or not connected."""
-        for found in self._open.values():
-            if found.link.has_pending:
+        """Try again to send what waits for nodes that were full or not connected. Called from outside of callbacks."""
+        for endpoint, found in list(self._open.items()):
+            if found.due:
+                self._shut(endpoint)
+                self.open(endpoint)
+            elif found.link.has_pending:
                 found.link.flush()
 
     def probe(self, endpoint: str) -> None:
@@ -139,6 +165,11 @@ class ClientLinks:
 
     def close(self, endpoint: str) -> None:
         """Close one link."""
+        self._unconnected.pop(endpoint, None)
+        self._failures.pop(endpoint, None)
+        self._shut(endpoint)
+
+    def _shut(self, endpoint: str) -> None:
         found = self._open.pop(endpoint, None)
         if found is None:
             return
@@ -150,7 +181,7 @@ class ClientLinks:
 
     def close_all(self) -> None:
         """Close every link; nothing is called back after this."""
-        for endpoint in list(self._open):
+        for endpoint in [*self._open, *self._unconnected]:
             self.close(endpoint)
 
     def endpoints(self) -> Iterator[str]:
@@ -171,7 +202,25 @@ class ClientLinks:
             self._on_event(Received(envelope, endpoint))
 
     def _on_monitor(self, endpoint: str, event: LinkEvent) -> None:
-        self._on_event(LinkConnected(endpoint) if event is LinkEvent.CONNECTED else LinkClosed(endpoint))
+        found = self._open.get(endpoint)
+        match event:
+            case LinkEvent.CONNECTED:
+                self._failures.pop(endpoint, None)
+                self._on_event(LinkConnected(endpoint))
+            case LinkEvent.DISCONNECTED:
+                self._on_event(LinkClosed(endpoint))
+            case LinkEvent.HANDSHAKE_FAILED | LinkEvent.GAVE_UP if found is not None:
+                found.gave_up = event is LinkEvent.GAVE_UP
+                self._failures[endpoint] += 1
+                if self._failures[endpoint] == FAILURES_TOLD:
+                    self._log.warning("the node at %s is there and no handshake succeeds: %s", endpoint, self._reason())
+            case _:
+                pass
+
+    def _reason(self) -> str:
+        if self._context.security is None:
+            return "it has keys and this process has none, or it is no node"
+        return "it lacks this process' key in its security.allowed_keys, runs without keys, or is not who its key says"
 
     def _on_probe(self, endpoint: str, result: ProbeResult) -> None:
         if result is ProbeResult.ACCEPTED:

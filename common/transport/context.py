@@ -1,16 +1,23 @@
 """The one ZeroMQ context of a process, and the register of the sockets on it. Handed around, never a global.
 
 `inproc://` endpoints meet only on the same context. A context per use would leak descriptors, so there is one, made
-after the fork; every socket is opened and closed through it, and what is still open can be listed.
+after the fork; every socket is opened and closed through it, and what is still open can be listed. Keys belong to it,
+since ZeroMQ asks about them context by context.
 """
 
 import contextlib
+import logging
 import os
 import threading
 
 import zmq
 
 from common.errors import InvariantError
+from common.transport.channel import Channel
+from common.transport.security import Security
+from common.transport.zap import ZapHandler
+
+_LOG = logging.getLogger("kvferry.security")
 
 MAX_SOCKETS = 16384
 """A router worker holds a socket per node; ZeroMQ's own default of 1023 is too few for a large cluster."""
@@ -19,11 +26,14 @@ MAX_SOCKETS = 16384
 class TransportContext:
     """Opens and closes sockets; thread-safe. The sockets themselves belong to the thread that uses them."""
 
-    def __init__(self, *, io_threads: int = 1) -> None:
+    def __init__(self, security: Security | None = None, *, io_threads: int = 1) -> None:
+        self.security = security
         self._io_threads = io_threads
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._owner_pid = 0
+        self._zap: ZapHandler | None = None
+        self._told_exposed = False
         self._open: dict[zmq.Socket[bytes], str] = {}
         self._files: dict[zmq.Socket[bytes], tuple[str, int]] = {}
 
@@ -51,6 +61,26 @@ class TransportContext:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file[0])
 
+    def secure_server(self, socket: "zmq.Socket[bytes]", channel: Channel) -> None:
+        """Put keys on a socket that will bind. The handler that lets peers in runs before the first one does."""
+        if self.security is None:
+            raise InvariantError("this context has no keys")
+        self.security.secure_server(socket, channel)
+        with self._lock:
+            if self._zap is None and self._context is not None:
+                self._zap = ZapHandler(self.security.admits)
+                self._zap.start(self._context)
+
+    def tell_exposed(self, endpoint: str) -> None:
+        """Say, once, that whoever reaches a socket here may speak to it."""
+        if not self._told_exposed:
+            self._told_exposed = True
+            _LOG.warning(
+                "%s and all else here that is bound beyond loopback has NO KEYS: whoever reaches it can read prompts, "
+                "write KV and end requests. Configure [security], or let only your own hosts reach it",
+                endpoint,
+            )
+
     def own_file(self, socket: "zmq.Socket[bytes]", path: str) -> None:
         """`ipc` bound this path: it goes with the socket (ZeroMQ leaves it), unless another life has it by then."""
         inode = _inode(path)
@@ -69,6 +99,9 @@ class TransportContext:
             if self._open:
                 raise InvariantError(f"sockets are still open: {', '.join(sorted(self._open.values()))}")
             context, self._context = self._context, None
+            zap, self._zap = self._zap, None
+        if zap is not None:
+            zap.close()
         if context is not None:
             context.term()
 

@@ -16,24 +16,17 @@ from common.protocol.wire import Frame
 from common.transport import nowait, options
 from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
-from common.transport.options import Security, SocketOptions
+from common.transport.options import SocketOptions
 from common.transport.outbox import Outbox, SendResult
 
 
 class LinkSocket:
     """Sends to and receives from the node at one endpoint. `open`, `connect`, ..., `close`."""
 
-    def __init__(
-        self,
-        context: TransportContext,
-        own: Incarnation,
-        socket_options: SocketOptions,
-        security: Security | None = None,
-    ) -> None:
+    def __init__(self, context: TransportContext, own: Incarnation, socket_options: SocketOptions) -> None:
         self._context = context
         self._own = own
         self._options = socket_options
-        self._security = security
         self._socket: zmq.Socket[bytes] | None = None
         self._endpoint = ""
         self._address = ""
@@ -57,7 +50,7 @@ class LinkSocket:
         """Start to connect; ZeroMQ goes on trying. ConfigError when it is no address to connect to."""
         if self._address:
             raise InvariantError(f"the link is connected to {self._endpoint} already")
-        self._address = options.connect(self.poll_handle, endpoint, security=self._security)
+        self._address = options.connect(self._context, self.poll_handle, endpoint, self._options.channel)
         self._endpoint = endpoint
 
     def reconnect(self) -> None:

@@ -24,11 +24,18 @@ class LinkEvent(Enum):
     CONNECTED = "connected"
     """The handshake is done: messages can pass."""
     DISCONNECTED = "disconnected"
+    HANDSHAKE_FAILED = "handshake failed"
+    """Reached, and no understanding: other keys, or the process ended just then. ZeroMQ tries again."""
+    GAVE_UP = "gave up"
+    """As before, and ZeroMQ does not try again: one end has keys and the other none, or it is not ZeroMQ."""
 
 
 _EVENTS: dict[int, LinkEvent] = {
     zmq.EVENT_HANDSHAKE_SUCCEEDED: LinkEvent.CONNECTED,
     zmq.EVENT_DISCONNECTED: LinkEvent.DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: LinkEvent.HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: LinkEvent.GAVE_UP,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: LinkEvent.GAVE_UP,
 }
 
 

@@ -16,7 +16,7 @@ from common.protocol.wire import Frame
 from common.transport import nowait, options
 from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
-from common.transport.options import Security, SocketOptions
+from common.transport.options import SocketOptions
 from common.transport.outbox import Outbox, SendResult
 
 _INCARNATION_BYTES = 16
@@ -25,12 +25,9 @@ _INCARNATION_BYTES = 16
 class NodeSocket:
     """Sends to any connected peer, receives from all. `bind` first, `close` last, both on the owning thread."""
 
-    def __init__(
-        self, context: TransportContext, socket_options: SocketOptions, security: Security | None = None
-    ) -> None:
+    def __init__(self, context: TransportContext, socket_options: SocketOptions) -> None:
         self._context = context
         self._options = socket_options
-        self._security = security
         self._socket: zmq.Socket[bytes] | None = None
         self._outboxes: dict[Incarnation, Outbox] = {}
         self.dropped: Counter[str] = Counter()
@@ -45,7 +42,7 @@ class NodeSocket:
             options.apply(socket, self._options)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            bound = options.bind(self._context, socket, endpoint, allow_remote=allow_remote, security=self._security)
+            bound = options.bind(self._context, socket, endpoint, self._options.channel, allow_remote=allow_remote)
         except BaseException:
             self._context.close_socket(socket)
             raise

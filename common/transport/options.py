@@ -2,13 +2,13 @@
 
 import ipaddress
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
-from common.config.endpoints import Endpoint, parse_endpoint
+from common.config.endpoints import Endpoint, parse_endpoint, with_key
 from common.config.protocol import Limits, Timers
 from common.errors import ConfigError
+from common.transport.channel import Channel
 from common.transport.context import TransportContext
 from common.transport.probe import ProbeResult, probe
 
@@ -18,22 +18,12 @@ _IPC_PROBE_S = 0.5
 DEFAULT_TIMERS = Timers()
 
 
-class Security(Protocol):
-    """Puts keys on a socket before it binds or connects. None configured means loopback only."""
-
-    def secure_server(self, socket: "zmq.Socket[bytes]") -> None:
-        """For a socket that binds: only listed peers may speak to it."""
-        ...
-
-    def secure_client(self, socket: "zmq.Socket[bytes]") -> None:
-        """For a socket that connects."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
     """Bounds and timers of a socket that carries messages of the protocol."""
 
+    channel: Channel = Channel.CONTROL
+    """What it is for: decides whose keys are at its ends."""
     high_water: int = 1000
     """Messages that ZeroMQ keeps for a peer, each way."""
     max_frame_bytes: int = 8_388_608
@@ -65,6 +55,7 @@ class SocketOptions:
     def kv(cls, limits: Limits, high_water: int, timers: Timers = DEFAULT_TIMERS) -> "SocketOptions":
         """For KV sockets: few large messages."""
         return cls(
+            channel=Channel.KV,
             high_water=high_water,
             max_frame_bytes=max(limits.header_max_bytes, limits.piece_max_bytes),
             zero_copy=True,
@@ -95,24 +86,28 @@ def bind(
     context: TransportContext,
     socket: "zmq.Socket[bytes]",
     endpoint: str,
+    channel: Channel,
     *,
     allow_remote: bool,
-    security: Security | None,
 ) -> str:
-    """Bind, and return the endpoint with its real port. ConfigError when it may not or cannot be bound.
+    """Bind, and return the endpoint with its real port, and its key if it has one. ConfigError when it may not be.
 
-    Without `security` an address that other hosts reach is refused, unless `allow_remote` says it is wanted.
+    Without keys an address that other hosts reach is refused, unless `allow_remote` says it is wanted.
     """
     parsed = parse_endpoint(endpoint)
-    if not parsed.is_local and security is None and not allow_remote:
-        raise ConfigError(
-            f"{endpoint} can be reached from other hosts and there are no keys: bind a loopback address, configure "
-            "keys, or allow it on purpose"
-        )
+    security = context.security
+    protected = security is not None and security.protects(channel, parsed.scheme)
+    if not parsed.is_local and not protected:
+        if not allow_remote:
+            raise ConfigError(
+                f"{endpoint} can be reached from other hosts and there are no keys: bind a loopback address, configure "
+                "keys, or allow it on purpose"
+            )
+        context.tell_exposed(endpoint)
     if parsed.scheme == "ipc" and probe(endpoint, _IPC_PROBE_S) is ProbeResult.ACCEPTED:
         raise ConfigError(f"cannot bind {endpoint}: another process listens there")  # ZeroMQ would take it over
-    if security is not None and parsed.scheme != "inproc":
-        security.secure_server(socket)
+    if protected:
+        context.secure_server(socket, channel)
     try:
         socket.setsockopt(zmq.IPV6, 1 if ":" in parsed.host and parsed.scheme == "tcp" else 0)
         socket.bind(_bind_address(parsed))
@@ -120,14 +115,15 @@ def bind(
         raise ConfigError(f"cannot bind {endpoint}: {error.strerror}") from None
     if parsed.scheme == "ipc":
         context.own_file(socket, parsed.host)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    bound = socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    return with_key(bound, security.public) if security is not None and protected else bound
 
 
-def connect(socket: "zmq.Socket[bytes]", endpoint: str, *, security: Security | None) -> str:
+def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: str, channel: Channel) -> str:
     """Connect, and return the address to disconnect with. ConfigError when it is no address to connect to."""
-    parsed = check_connectable(endpoint)
-    if security is not None and parsed.scheme != "inproc":
-        security.secure_client(socket)
+    parsed = check_connectable(context, endpoint, channel)
+    if context.security is not None and context.security.protects(channel, parsed.scheme):
+        context.security.secure_client(socket, channel, parsed)
     try:
         if parsed.scheme == "tcp":
             socket.setsockopt(zmq.IPV6, 1 if _is_ipv6(parsed.host) else 0)
@@ -138,11 +134,18 @@ def connect(socket: "zmq.Socket[bytes]", endpoint: str, *, security: Security | 
     return address
 
 
-def check_connectable(endpoint: str) -> Endpoint:
-    """Parse an endpoint to connect to. ConfigError when it is none, or stands for any address or port."""
+def check_connectable(context: TransportContext, endpoint: str, channel: Channel) -> Endpoint:
+    """Parse an endpoint to connect to. ConfigError when it is none, stands for any address or port, or by its key."""
     parsed = parse_endpoint(endpoint)
     if parsed.is_wildcard or parsed.port == 0:
         raise ConfigError(f"{endpoint} is no address that can be connected to")
+    try:
+        if context.security is not None and context.security.protects(channel, parsed.scheme):
+            context.security.check_server(channel, parsed)
+        elif parsed.key:
+            raise ConfigError("its endpoint names a key, and this process has none for it")
+    except ConfigError as error:
+        raise ConfigError(f"cannot connect to {endpoint}: {error}") from None
     return parsed
 
 

@@ -12,10 +12,11 @@ import zmq
 from common.errors import InvariantError
 from common.transport import nowait, options
 from common.transport.announce import ANNOUNCE_OPTIONS
+from common.transport.channel import Channel
 from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
-from common.transport.options import Security
 from common.transport.poll_loop import PollLoop
+from common.transport.security import Security
 from common.transport.wakeup import Wakeup
 
 PARENT_CHECK_S = 0.5
@@ -32,9 +33,8 @@ class _Side:
 class AnnouncementProxy:
     """XSUB towards the nodes, XPUB towards the workers. `bind`, `run` in the same thread, `stop` from any."""
 
-    def __init__(self, context: TransportContext, security: Security | None = None) -> None:
+    def __init__(self, context: TransportContext) -> None:
         self._context = context
-        self._security = security
         self._wakeup = Wakeup()
         self._stopping = False
         self._nodes: _Side | None = None
@@ -52,11 +52,11 @@ class AnnouncementProxy:
                 self._context,
                 self._nodes.poll_handle,
                 nodes_endpoint,
+                Channel.ANNOUNCE,
                 allow_remote=allow_remote,
-                security=self._security,
             ),
             options.bind(
-                self._context, self._workers.poll_handle, workers_endpoint, allow_remote=False, security=self._security
+                self._context, self._workers.poll_handle, workers_endpoint, Channel.MEMBERS, allow_remote=False
             ),
         )
 
@@ -105,8 +105,8 @@ def run_proxy(
     `on_bound` is told the endpoints with their real ports. ConfigError when they cannot be bound.
     """
     parent = os.getppid()
-    context = TransportContext()
-    proxy = AnnouncementProxy(context, security)
+    context = TransportContext(security)
+    proxy = AnnouncementProxy(context)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: proxy.stop())
     try:

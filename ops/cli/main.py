@@ -5,10 +5,10 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from ops.cli import bench, demo, doctor, infer, node, router, serve
+from ops.cli import bench, demo, doctor, infer, keys, node, router, serve
 from ops.cli.errors import DONE, WRONG_USE, report
 
-_COMMANDS = (serve, router, node, infer, doctor, bench, demo)
+_COMMANDS = (serve, router, node, infer, keys, doctor, bench, demo)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -8,6 +8,7 @@ from common.config.load import load_config
 from common.errors import KvferryError
 from common.log import setup_logging
 from common.transport.proxy import run_proxy
+from common.transport.security import load_security
 
 _LOG = logging.getLogger("kvferry.proxy")
 
@@ -22,6 +23,7 @@ def main(argv: list[str]) -> int:
             discovery.proxy_nodes,
             discovery.proxy_workers,
             allow_remote=discovery.allow_remote,
+            security=load_security(config.security, "router"),
             on_bound=lambda nodes, workers: _LOG.info("nodes announce at %s, workers listen at %s", nodes, workers),
         )
     except KvferryError as error:

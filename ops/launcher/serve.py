@@ -15,7 +15,9 @@ from common.clock import MonotonicClock
 from common.config.checks import config_notes
 from common.config.docs import config_as_toml
 from common.config.host import probe_host
+from common.config.keys import KeyRole
 from common.config.schema import ClusterConfig
+from common.transport.security import load_security
 from ops.launcher.cluster import cluster_children, restart_limits, router_children, serve_config
 from ops.launcher.listen import Listener, listen
 from ops.launcher.process import ChildSpec, prefixed
@@ -33,7 +35,7 @@ def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambd
     `place` may say otherwise where or how a child runs.
     """
     model = config.model
-    with _prepared(config) as (listener, run_dir):
+    with _prepared(config, ("node", "router")) as (listener, run_dir):
         config = serve_config(
             config, run_dir, model_path=model.path, name=model.name, port=listener.port, host=probe_host()
         )
@@ -45,7 +47,7 @@ def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambd
 
 def serve_router(config: ClusterConfig) -> None:
     """This host's router workers and announcement proxy until they are stopped."""
-    with _prepared(config) as (listener, run_dir):
+    with _prepared(config, ("router",)) as (listener, run_dir):
         router = msgspec.structs.replace(config.router, port=listener.port)
         file = _write_config(msgspec.structs.replace(config, router=router), run_dir)
         children = router_children(config, file, run_dir, listener.socket.fileno())
@@ -53,9 +55,11 @@ def serve_router(config: ClusterConfig) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(config: ClusterConfig) -> Iterator[tuple[Listener, Path]]:
+def _prepared(config: ClusterConfig, roles: tuple[KeyRole, ...]) -> Iterator[tuple[Listener, Path]]:
     for note in config_notes(config):
         _LOG.warning(note)
+    for role in roles:
+        load_security(config.security, role)  # a wrong key is told here, not by every child in turn
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     listener = listen(config.router.host, config.router.port, config.router.backlog)
     try:

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,6 +39,7 @@ from router.http.metrics import RouterMetrics
 from router.http.shell import AsgiShell
 from router.service import RouterService, ServiceSettings
 from tests.support.eventually import eventually
+from tests.support.keys import KeyRing
 from tests.support.pause import PausePoints
 
 _numbers = itertools.count()
@@ -60,6 +62,8 @@ class ClusterOptions:
     checksum: bool = True
     timers: Timers = field(default_factory=Timers)
     limits: Limits = field(default_factory=Limits)
+    keys: bool = False
+    """CURVE on every socket; not for inproc."""
     router: RouterConfig = field(default_factory=lambda: RouterConfig(max_input_length=400))
 
 
@@ -119,7 +123,10 @@ class Cluster:
         self._device = device
         self._number = next(_numbers)
         self._run_dir = run_dir
-        self.context = TransportContext()
+        keys = KeyRing(Path(run_dir) / "keys") if options.keys else None
+        self.context = TransportContext(keys.security("router") if keys else None)
+        # What has another key has another context; inproc needs a common one.
+        self.node_context = TransportContext(keys.security("node")) if keys else self.context
         self.clock = MonotonicClock()
         self.log = logging.getLogger("tests.cluster")
         self.nodes: dict[str, NodeThread] = {}
@@ -160,7 +167,7 @@ class Cluster:
         pauses = PausePoints()
         settings = self._settings(name, role, bind)
         around = Surroundings(
-            self.context, self.clock, self.log, self.options.timers, self.options.limits, wrap_runner=pauses.wrap
+            self.node_context, self.clock, self.log, self.options.timers, self.options.limits, wrap_runner=pauses.wrap
         )
         make_leg = _MAKE_LEG[role]
         builder = NodeBuilder(self.loaded, self._device, settings, around, lambda context: (make_leg(context),))
@@ -188,9 +195,10 @@ class Cluster:
         for node in self.dead:
             if node.error is not None:
                 raise node.error
-        self.context.check_invariants()
-        assert self.context.open_sockets() == ()
-        self.context.close()
+        for context in {self.context, self.node_context}:
+            context.check_invariants()
+            assert context.open_sockets() == ()
+            context.close()
 
     async def quiescent(self, deadline_s: float = 10.0) -> None:
         """Wait until nothing is in flight anywhere, then check every invariant."""

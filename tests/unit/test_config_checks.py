@@ -1,5 +1,7 @@
 """Checks over several keys, endpoints, and what is worked out for a node."""
 
+from pathlib import Path
+
 import pytest
 
 from common.config.checks import config_notes, model_name
@@ -10,7 +12,11 @@ from common.config.resolve import default_kv_cache_bytes, resolve_node
 from common.config.schema import ClusterConfig
 from common.errors import ConfigError
 
+KEY = "0a" * 32
 HOST = HostFacts(cores=8, free_memory_bytes=40 << 30)
+
+
+KEYS = ("security.node_key_file=n", "security.router_key_file=r", "security.allowed_keys=a")
 
 
 def load_set(*texts: str) -> ClusterConfig:
@@ -46,6 +52,10 @@ def load_set(*texts: str) -> ClusterConfig:
         (["discovery.proxy_nodes=tcp://*:1035"], "discovery.proxy_nodes"),
         (["discovery.allow_remote=true", "discovery.proxy_workers=tcp://*:1036"], "discovery.proxy_workers"),
         (["discovery.proxy_workers=tcp://127.0.0.1:1035"], "discovery.proxy_workers"),
+        (["security.node_key_file=a"], "security.allowed_keys"),
+        (["security.allowed_keys=a"], "security.node_key_file"),
+        ([*KEYS, "security.kv=off", "prefill.kv_bind=tcp://10.0.0.1:*"], "prefill.kv_bind"),
+        ([*KEYS, "discovery.proxy_workers=tcp://10.0.0.1:5"], "discovery.proxy_workers"),
     ],
 )
 def test_what_cannot_work_is_refused_by_key(settings: list[str], key: str):
@@ -64,6 +74,27 @@ def test_a_remote_bind_is_taken_when_told_so():
         "node.allow_remote=true", "prefill.bind=tcp://10.0.0.1:*", "decode.bind=tcp://*:7", "decode.advertise=tcp://a:*"
     )
     assert config.prefill.bind == "tcp://10.0.0.1:*"
+
+
+def test_with_keys_a_remote_bind_needs_no_leave():
+    config = load_set(*KEYS, "prefill.bind=tcp://10.0.0.1:*", "decode.kv_bind=tcp://10.0.0.1:*")
+    assert config.decode.kv_bind == "tcp://10.0.0.1:*"
+    config = load_set(*KEYS, "discovery.proxy_nodes=tcp://10.0.0.1:1035")
+    assert config.discovery.proxy_nodes == "tcp://10.0.0.1:1035"
+    config = load_set(*KEYS, "security.kv=off", "prefill.bind=tcp://10.0.0.1:*")
+    (note,) = config_notes(config)
+    assert "security.kv = off" in note
+
+
+def test_key_files_are_named_from_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "hosts" / "cluster.toml"
+    file.parent.mkdir()
+    file.write_text('[security]\nallowed_keys = "allowed"\nnode_key_file = "/k/node.secret"\n')
+    monkeypatch.chdir(tmp_path)
+    security = load_config(file, [parse_override("security.router_key_file=r.secret")]).security
+    assert security.allowed_keys == str(tmp_path / "hosts" / "allowed")
+    assert security.node_key_file == "/k/node.secret"
+    assert security.router_key_file == str(tmp_path / "r.secret")
 
 
 def test_no_proxy_needs_no_proxy_endpoints():
@@ -103,11 +134,25 @@ def test_the_model_is_named_after_its_path(settings: list[str], name: str):
     ],
 )
 def test_endpoints_are_taken_apart(text: str, parts: tuple[str, str, int | None]):
-    assert tuple(parse_endpoint(text)) == parts
+    assert tuple(parse_endpoint(text)) == (*parts, "")
+    assert tuple(parse_endpoint(f"{text}?key={KEY}")) == (*parts, KEY)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp://", "tcp://a", "tcp://:1", "tcp://a:65536", "tcp://a:x", "udp://a:1", "a:1"]
+    "text",
+    [
+        "tcp://a:1?key=",
+        f"tcp://a:1?key={KEY}0",
+        f"ipc://a?key={'0A' * 32}",
+        "",
+        "tcp://",
+        "tcp://a",
+        "tcp://:1",
+        "tcp://a:65536",
+        "tcp://a:x",
+        "udp://a:1",
+        "a:1",
+    ],
 )
 def test_what_is_no_endpoint_is_refused(text: str):
     with pytest.raises(ConfigError, match="not an endpoint"):

@@ -1,0 +1,80 @@
+"""`kvferry keys`: makes key pairs, and shows the public half of a secret one."""
+
+import argparse
+import os
+from pathlib import Path
+
+from common.config.keys import PUBLIC_SUFFIX, ROLES, Key, key_line, read_secret_file
+from common.errors import ConfigError, KvferryError
+from ops.cli.errors import DONE
+
+_ALLOWED = "allowed"
+_SECRET_SUFFIX = ".secret"
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its two forms."""
+    parser = commands.add_parser(
+        "keys", help="make the keys of a cluster", description="Keys for [security]; see ops/docs/security.md."
+    )
+    forms = parser.add_subparsers(dest="form", metavar="new|public", required=True, parser_class=type(parser))
+    new = forms.add_parser(
+        "new",
+        help="make key pairs",
+        description=f"Makes DIR/NAME{_SECRET_SUFFIX} (mode 600) and DIR/{_ALLOWED}/NAME{PUBLIC_SUFFIX}: one pair for "
+        "nodes and one for routers, or one alone. Replaces nothing.",
+    )
+    new.add_argument("directory", type=Path, metavar="DIR")
+    new.add_argument("--role", choices=ROLES, help="make a pair of this role only")
+    new.add_argument("--name", help="what the files are called; default: the role. Needs --role")
+    new.set_defaults(run=run_new)
+    public = forms.add_parser(
+        "public",
+        help="show a public key",
+        description="Prints the public half of a secret key file, as a list wants it.",
+    )
+    public.add_argument("file", type=Path, metavar="FILE")
+    public.set_defaults(run=run_public)
+
+
+def run_new(args: argparse.Namespace) -> int:
+    """Make the files and say what to do with them."""
+    from common.transport.security import new_pair
+
+    if args.name is not None and args.role is None:
+        raise ConfigError("--name: needs --role, for it names one pair")
+    if args.name is not None and (not args.name or "/" in args.name):
+        raise ConfigError(f"--name: {args.name!r} is no file name")
+    names = {args.name or args.role: args.role} if args.role else {role: role for role in ROLES}
+    allowed = args.directory / _ALLOWED
+    files = {name: (args.directory / (name + _SECRET_SUFFIX), allowed / (name + PUBLIC_SUFFIX)) for name in names}
+    for path in (path for pair in files.values() for path in pair):
+        if path.exists():
+            raise ConfigError(f"{path} is there already, and is not replaced")
+    try:
+        args.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        allowed.mkdir(exist_ok=True)
+        for name, role in names.items():
+            public, secret = new_pair(role)
+            secret_file, public_file = files[name]
+            _write(secret_file, key_line("secret", secret), 0o600)
+            _write(public_file, key_line("public", public), 0o644)
+            print(f"{secret_file}  keep it on the hosts of this {role} alone")
+            print(f"{public_file}  goes to the {_ALLOWED} directory of every host")
+    except OSError as error:
+        raise KvferryError(f"{error.filename}: {error.strerror}") from None
+    return DONE
+
+
+def run_public(args: argparse.Namespace) -> int:
+    """Print the public half."""
+    from common.transport.security import public_of
+
+    secret: Key = read_secret_file("FILE", args.file)
+    print(key_line("public", public_of(secret)))
+    return DONE
+
+
+def _write(path: Path, line: str, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as file:
+        file.write(line + "\n")

@@ -1,0 +1,55 @@
+"""Keys for tests: a directory of real key files, as `kvferry keys new` lays it out, and what can be made of them."""
+
+import os
+from pathlib import Path
+
+from common.config.keys import Key, KeyRole, key_line
+from common.config.schema import SecurityConfig
+from common.transport.security import Security, load_security, new_pair
+
+
+class KeyRing:
+    """Key files in a directory; both roles' are made and allowed at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.allowed = folder / "allowed"
+        self.allowed.mkdir(parents=True)
+        self.public = {role: self.add(role, role) for role in ("node", "router")}
+
+    def add(self, name: str, role: KeyRole, *, allowed: bool = True) -> Key:
+        """Another pair of this role; its public half."""
+        public, secret = new_pair(role)
+        with os.fdopen(os.open(self.secret_file(name), os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(key_line("secret", secret) + "\n")
+        if allowed:
+            self.allow(name, public)
+        return public
+
+    def allow(self, name: str, public: Key) -> None:
+        """Put a key into the list."""
+        (self.allowed / f"{name}.pub").write_text(key_line("public", public) + "\n")
+
+    def forbid(self, name: str) -> None:
+        """Take it out again."""
+        (self.allowed / f"{name}.pub").unlink()
+
+    def secret_file(self, name: str) -> Path:
+        """Where a pair's secret half is."""
+        return self.folder / f"{name}.secret"
+
+    def config(self, role: KeyRole, name: str = "", *, kv: bool = True) -> SecurityConfig:
+        """What a process with this key is configured with."""
+        path = str(self.secret_file(name or role))
+        return SecurityConfig(
+            allowed_keys=str(self.allowed),
+            node_key_file=path if role == "node" else "",
+            router_key_file=path if role == "router" else "",
+            kv="on" if kv else "off",
+        )
+
+    def security(self, role: KeyRole, name: str = "", *, kv: bool = True) -> Security:
+        """A process' keys."""
+        security = load_security(self.config(role, name, kv=kv), role)
+        assert security is not None
+        return security
