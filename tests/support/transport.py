@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.transport.context import TransportContext
+from common.transport.security import Security
 
 DEADLINE_S = 20.0
 
@@ -48,10 +49,10 @@ def num_fds() -> int:
 
 
 @contextmanager
-def transport_context() -> Iterator[TransportContext]:
+def transport_context(security: Security | None = None) -> Iterator[TransportContext]:
     """A context that must have no open socket at the end, nor leave a descriptor behind."""
     before = num_fds()
-    context = TransportContext()
+    context = TransportContext(security)
     yield context
     context.check_invariants()
     assert context.open_sockets() == ()
