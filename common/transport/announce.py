@@ -4,10 +4,11 @@ Says nothing about whether a node lives. Losing a proxy, or the name service, fr
 takes a node away.
 """
 
+import errno
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import zmq
 
@@ -20,6 +21,7 @@ from common.protocol.wire import decode, encode
 from common.transport import nowait, options
 from common.transport.channel import Channel
 from common.transport.context import TransportContext
+from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
 
@@ -40,6 +42,17 @@ def resolve_endpoint(endpoint: str) -> list[str]:
     hosts = sorted({str(address[0]) for *_, address in found})
     texts = [f"tcp://[{host}]:{parsed.port}" if ":" in host else f"tcp://{host}:{parsed.port}" for host in hosts]
     return [with_key(text, parsed.key) for text in texts] if parsed.key else texts
+
+
+class _Publisher:
+    """The socket of an announcer, as a monitor wants it."""
+
+    def __init__(self, poll_handle: "zmq.Socket[bytes]") -> None:
+        self.poll_handle = poll_handle
+
+    @property
+    def is_open(self) -> bool:
+        return not self.poll_handle.closed
 
 
 class Announcer:
@@ -66,6 +79,9 @@ class Announcer:
         self._frames: list[bytes] = []
         self._connected: dict[str, str] = {}
         self._resolved: dict[str, list[str]] = {}
+        self.given_up = 0
+        """Connections that ZeroMQ gave up, for the proxy there had no keys (or was none), and that were made anew."""
+        self._renewed = 0
 
     def start(self, announcement: Envelope) -> None:
         """Announce it from now on. ConfigError when a proxy's endpoint is none, ProtocolError when it is too large."""
@@ -90,19 +106,26 @@ class Announcer:
 
     def _run(self) -> None:
         publisher = self._context.open_socket(zmq.PUB, "announcer")
+        monitor = LinkMonitor(self._context, _Publisher(publisher))
         try:
             options.apply(publisher, ANNOUNCE_OPTIONS)
+            monitor.open()
             resolve_at = self._clock.now()
             while not self._stop.is_set():
+                self.given_up += sum(event is LinkEvent.GAVE_UP for event in monitor.receive())
                 if self._clock.now() >= resolve_at:
                     self._reconnect(publisher)
                     resolve_at = self._clock.now() + self._timers.resolve_s
                 nowait.send(publisher, self._frames)
                 self._stop.wait(self._timers.beat_s)
         finally:
+            monitor.close()
             self._context.close_socket(publisher)
 
     def _reconnect(self, publisher: "zmq.Socket[bytes]") -> None:
+        if self.given_up != self._renewed:
+            self._renewed = self.given_up
+            self._disconnect(publisher, self._connected.keys())  # an announcement that is lost comes again
         for proxy in self._proxies:
             try:
                 self._resolved[proxy] = self._resolve(proxy)
@@ -114,8 +137,15 @@ class Announcer:
                 self._connected[endpoint] = options.connect(self._context, publisher, endpoint, Channel.ANNOUNCE)
             except ConfigError as error:  # its key was taken out of the list; it may come back
                 _LOG.warning("%s", error)
-        for endpoint in self._connected.keys() - wanted:
-            publisher.disconnect(self._connected.pop(endpoint))
+        self._disconnect(publisher, self._connected.keys() - wanted)
+
+    def _disconnect(self, publisher: "zmq.Socket[bytes]", endpoints: Set[str]) -> None:
+        for endpoint in list(endpoints):
+            try:
+                publisher.disconnect(self._connected.pop(endpoint))
+            except zmq.ZMQError as error:
+                if error.errno != errno.ENOENT:  # one that ZeroMQ gave up is forgotten by it
+                    raise
 
 
 class AnnouncementListener:

@@ -7,6 +7,7 @@ about refusals, which ZeroMQ does not tell: for those there is `probe`.
 import os
 from collections.abc import Iterator
 from enum import Enum
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -14,7 +15,6 @@ from zmq.utils.monitor import parse_monitor_message
 from common.errors import InvariantError
 from common.transport import nowait
 from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
 from common.transport.nowait import RECEIVE_BATCH
 
 
@@ -39,10 +39,24 @@ _EVENTS: dict[int, LinkEvent] = {
 }
 
 
+class Monitored(Protocol):
+    """What has connections to watch: a LinkSocket, say."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a socket."""
+        ...
+
+    @property
+    def poll_handle(self) -> "zmq.Socket[bytes]":
+        """The socket."""
+        ...
+
+
 class LinkMonitor:
     """Connection events of one link. Opened between the link's `open` and `connect`, closed before or after it."""
 
-    def __init__(self, context: TransportContext, link: LinkSocket) -> None:
+    def __init__(self, context: TransportContext, link: Monitored) -> None:
         self._context = context
         self._link = link
         self._socket: zmq.Socket[bytes] | None = None

@@ -3,9 +3,10 @@
 import os
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -58,6 +59,22 @@ def transport_context(security: Security | None = None) -> Iterator[TransportCon
     assert context.open_sockets() == ()
     context.close()
     wait_until(lambda: num_fds() <= before)
+
+
+@contextmanager
+def closing() -> Iterator[ExitStack]:
+    """For several contexts that talk to one another: at the end all are closed, and no descriptor or thread stays."""
+    before = num_fds(), threading.active_count()
+    with ExitStack() as stack:
+        yield stack
+    wait_until(lambda: (num_fds(), threading.active_count()) <= before)
+
+
+def opened(stack: ExitStack, security: Security | None = None) -> TransportContext:
+    """A context that is closed with the stack, after all that was pushed on it since."""
+    context = TransportContext(security)
+    stack.callback(context.close)
+    return context
 
 
 def ipc_endpoint(folder: Path) -> str:

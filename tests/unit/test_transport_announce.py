@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import zmq
 
+from common.config.endpoints import with_key
 from common.config.protocol import Limits, Timers
 from common.errors import ConfigError
 from common.ids import Incarnation, new_incarnation
@@ -20,7 +21,8 @@ from common.protocol.wire import encode
 from common.transport.announce import AnnouncementListener, Announcer, resolve_endpoint
 from common.transport.context import TransportContext
 from common.transport.proxy import AnnouncementProxy
-from tests.support.transport import DEADLINE_S, ipc_endpoint, transport_context, wait_until
+from tests.support.keys import KeyRing
+from tests.support.transport import DEADLINE_S, closing, ipc_endpoint, opened, transport_context, wait_until
 
 FAST = Timers(beat_s=0.01, resolve_s=0.02)
 LIMITS = Limits()
@@ -262,3 +264,41 @@ def test_a_full_worker_loses_announcements_and_no_one_waits(context: TransportCo
         hears(awake, node)
         announcer.change(large)
         hears(awake, large)
+
+
+def test_with_keys_a_node_is_heard_and_a_router_announces_nothing(tmp_path: Path):
+    """Through the proxy of a router host, which lets nodes announce and workers listen."""
+    keys = KeyRing(tmp_path / "keys")
+    with closing() as stack:
+        routers, nodes = opened(stack, keys.security("router")), opened(stack, keys.security("node"))
+        for_nodes, for_workers = stack.enter_context(
+            proxy_in_thread(routers, "tcp://127.0.0.1:0", ipc_endpoint(tmp_path))
+        )
+        listener = stack.enter_context(listening(routers, for_workers))
+        node, impostor = announcement("real"), announcement("impostor")
+        with announcing(routers, [for_nodes], impostor), announcing(nodes, [for_nodes], node):
+            heard: list[Envelope] = []
+            wait_until(lambda: len(heard) > 20, step=lambda: heard.extend(listener.receive()))
+        assert {envelope.sender for envelope in heard} == {node.sender}
+
+
+def test_keys_stay_with_a_name_that_is_resolved():
+    key = "0a" * 32
+    assert resolve_endpoint(f"tcp://localhost:5?key={key}") == [
+        f"{endpoint}?key={key}" for endpoint in resolve_endpoint("tcp://localhost:5")
+    ]
+
+
+def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Path):
+    """ZeroMQ gives such a connection up for good."""
+    keys = KeyRing(tmp_path / "keys")
+    router = keys.security("router")
+    endpoint, workers = with_key(f"{ipc_endpoint(tmp_path)}n", router.public), f"{ipc_endpoint(tmp_path)}w"
+    node = announcement()
+    with closing() as stack:
+        nodes, routers, bare = opened(stack, keys.security("node")), opened(stack, router), opened(stack)
+        announcer = stack.enter_context(announcing(nodes, [endpoint], node))
+        with proxy_in_thread(bare, endpoint, workers):
+            wait_until(lambda: announcer.given_up > 0)
+        _, for_workers = stack.enter_context(proxy_in_thread(routers, endpoint, workers))
+        hears(stack.enter_context(listening(routers, for_workers)), node)

@@ -1,7 +1,6 @@
 """Keys on real sockets: who gets in, who does not and is told of once, and that everybody finds back."""
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from common.protocol.messages import Hello
 from common.state.events import Event, LinkConnected
 from common.transport.channel import Channel
 from common.transport.client_links import ClientLinks
-from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.node_socket import NodeSocket
@@ -30,7 +28,7 @@ from common.transport.probe import ProbeResult, probe
 from common.transport.security import Security
 from common.transport.zap import TOLD_MAX, ZapHandler
 from tests.support.keys import KeyRing
-from tests.support.transport import ipc_endpoint, num_fds, take_one, transport_context, wait_until
+from tests.support.transport import closing, ipc_endpoint, opened, take_one, transport_context, wait_until
 
 FAST = SocketOptions(reconnect_min_s=0.01, reconnect_max_s=0.02, heartbeat_s=0.05, heartbeat_timeout_s=0.5)
 FAST_TIMERS = Timers(reconnect_min_s=0.01, reconnect_max_s=0.02)
@@ -40,22 +38,6 @@ TCP = "tcp://127.0.0.1:*"
 @pytest.fixture
 def keys(tmp_path: Path) -> KeyRing:
     return KeyRing(tmp_path / "keys")
-
-
-def opened(stack: ExitStack, security: Security | None) -> TransportContext:
-    """A context that is closed with the stack; `closing` looks at the descriptors, when all are."""
-    context = TransportContext(security)
-    stack.callback(context.close)
-    return context
-
-
-@contextmanager
-def closing() -> Iterator[ExitStack]:
-    """Whatever is opened on it is closed at the end, and no descriptor and no thread stays."""
-    before = num_fds(), threading.active_count()
-    with ExitStack() as stack:
-        yield stack
-    wait_until(lambda: (num_fds(), threading.active_count()) <= before)
 
 
 class Peers:

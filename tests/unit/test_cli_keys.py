@@ -1,0 +1,70 @@
+"""`kvferry keys`: files that work as they are, and nothing replaced."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from common.config.keys import ROLES, AllowedKeys, read_secret
+from common.config.schema import SecurityConfig
+from common.transport.security import load_security
+from ops.cli.main import main
+
+
+def test_new_keys_work_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = tmp_path / "keys"
+    assert main(["keys", "new", str(folder)]) == 0
+    out = capsys.readouterr().out
+    for role in ("node", "router"):
+        secret = folder / f"{role}.secret"
+        assert str(secret) in out
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    config = SecurityConfig(
+        allowed_keys=str(folder / "allowed"),
+        node_key_file=str(folder / "node.secret"),
+        router_key_file=str(folder / "router.secret"),
+    )
+    for role in ROLES:
+        security = load_security(config, role)
+        assert security is not None
+        assert main(["keys", "public", str(folder / f"{role}.secret")]) == 0
+        assert capsys.readouterr().out == f"public {role} {security.public}\n"
+        assert (folder / "allowed" / f"{role}.pub").read_text() == f"public {role} {security.public}\n"
+
+
+def test_nothing_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["keys", "new", str(tmp_path)]) == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    (tmp_path / "node.secret").unlink()
+    assert main(["keys", "new", str(tmp_path)]) == 2
+    assert "node.pub is there already" in capsys.readouterr().err
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == {path: text for path, text in before.items() if path.name != "node.secret"}
+
+
+def test_one_more_key_of_a_role(tmp_path: Path):
+    assert main(["keys", "new", str(tmp_path)]) == 0
+    assert main(["keys", "new", str(tmp_path), "--role", "node", "--name", "node-b"]) == 0
+    assert read_secret("x", tmp_path / "node-b.secret", "node").role == "node"
+    assert len(AllowedKeys("x", tmp_path / "allowed").of_role("node")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["new", "{}", "--name", "a"], "--name: needs --role"),
+        (["new", "{}", "--role", "node", "--name", "a/b"], "--name: 'a/b' is no file name"),
+        (["new", "{}", "--role", "node", "--name", ""], "--name: '' is no file name"),
+        (["public", "{}/none"], "FILE: {}/none: No such file or directory"),
+    ],
+)
+def test_wrong_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str):
+    assert main(["keys", *(word.format(tmp_path) for word in words)]) == 2
+    assert message.format(tmp_path) in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "file").touch()
+    assert main(["keys", "new", str(tmp_path / "file" / "keys")]) == 1
+    assert "file" in capsys.readouterr().err
