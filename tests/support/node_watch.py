@@ -12,6 +12,7 @@ from common.config.protocol import Limits, Timers
 from common.protocol.messages import Load
 from common.state.links import LinkState
 from common.transport.context import TransportContext
+from common.transport.security import Security
 from router.service import RouterService, ServiceSettings
 from tests.support.serve import wait_until
 
@@ -40,8 +41,8 @@ class NodeView:
 class NodeWatch:
     """A worker's service in a thread of its own; use it as a context manager."""
 
-    def __init__(self, announcements: str) -> None:
-        self._context = TransportContext()
+    def __init__(self, announcements: str, security: Security | None = None) -> None:
+        self._context = TransportContext(security)
         settings = ServiceSettings("watch", Timers(), Limits(), announcements=announcements)
         self._service = RouterService(settings, MonotonicClock(), self._context, logging.getLogger("tests.watch"))
         self._loop = asyncio.new_event_loop()

@@ -1,0 +1,100 @@
+"""What keys cost ferried KV: bytes through the KV sockets with CURVE and without, over tcp on loopback, in one run.
+
+`python -m ops.bench.keys`. Both ends are in this process, each with a ZeroMQ context and so an IO thread of its own:
+it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover sends them.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common.config.keys import AllowedKeys, key_line
+from common.config.protocol import Limits
+from common.ids import new_incarnation
+from common.transport.context import TransportContext
+from common.transport.link_socket import LinkSocket
+from common.transport.node_socket import NodeSocket
+from common.transport.options import SocketOptions
+from common.transport.poll_loop import PollLoop
+from common.transport.security import Security, new_pair
+
+PIECE_BYTES = Limits().piece_target_bytes
+HIGH_WATER = 64
+ROUNDS = 5
+SECONDS = 1.0
+_MB = 1e6
+
+
+def measure(security: Security | None, seconds: float) -> float:
+    """Megabytes a second from a link socket to a node socket, pieces of PIECE_BYTES."""
+    options = SocketOptions.kv(Limits(), HIGH_WATER)
+    sending, receiving = TransportContext(security), TransportContext(security)
+    node = NodeSocket(receiving, options)
+    link = LinkSocket(sending, new_incarnation(), options)
+    try:
+        bound = node.bind("tcp://127.0.0.1:*")
+        link.open()
+        link.connect(bound)
+        return _rate(node, link, seconds)
+    finally:
+        link.close()
+        node.close()
+        sending.close()
+        receiving.close()
+
+
+def _rate(node: NodeSocket, link: LinkSocket, seconds: float) -> float:
+    piece = bytes(PIECE_BYTES)
+    received = 0
+    begun: float | None = None
+    loop = PollLoop()
+
+    def take() -> None:
+        nonlocal received, begun
+        for _ in node.receive():
+            if begun is None:  # the connection stands, the first piece is through
+                begun = time.perf_counter()
+            else:
+                received += 1
+
+    def give() -> None:
+        while link.try_send([piece]):
+            pass
+
+    loop.add(node, take)
+    loop.add(link, give)
+    loop.want_room(link, True)
+    while begun is None or time.perf_counter() - begun < seconds:
+        loop.run_once(1.0)
+    return received * PIECE_BYTES / _MB / (time.perf_counter() - begun)
+
+
+def make_security(folder: Path) -> Security:
+    """A node's keys."""
+    public, secret = new_pair("node")
+    allowed = folder / "allowed"
+    allowed.write_text(key_line("public", public))
+    return Security(secret, AllowedKeys("allowed", allowed))
+
+
+def main() -> int:
+    """Measure in turns and print both medians and their ratio."""
+    with tempfile.TemporaryDirectory() as folder:
+        security = make_security(Path(folder))
+        plain, curve = [], []
+        for _ in range(ROUNDS):
+            plain.append(measure(None, SECONDS))
+            curve.append(measure(security, SECONDS))
+    without, with_keys = statistics.median(plain), statistics.median(curve)
+    sys.stdout.write(
+        f"pieces of {PIECE_BYTES / 2**20:g} MiB over loopback, median of {ROUNDS} rounds in turns\n"
+        f"without keys  {without:8.0f} MB/s\n"
+        f"with keys     {with_keys:8.0f} MB/s   {with_keys / without:.2f} of that\n"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
