@@ -10,5 +10,6 @@ def zmq_features() -> tuple[bool, str]:
     missing = [name for name in _WANTED if not zmq.has(name)]
     text = f"libzmq {zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}"
     if missing:
-        return False, f"{text}, built without {' and '.join(missing)}"
-    return True, f"{text}, with {' and '.join(_WANTED)}"
+        advice = "; no keys: loopback only, or pyzmq's own wheel" if "curve" in missing else ""
+        return False, f"{text}, built without {' and '.join(missing)}{advice}"
+    return True, f"{text}, with {' and '.join(_WANTED)}: [security] can be used"

@@ -1,7 +1,7 @@
 """A node's side of all links to it: one bound ROUTER. Never waits; owned by one thread.
 
 A peer is known by its incarnation, which is its routing id. A peer that comes back under the same id takes its place
-over; who speaks for which id is settled by the keys, where there are any.
+over. Keys, where there are any, say that it is a node or a router; the id is its own word.
 """
 
 import errno
