@@ -26,6 +26,8 @@ from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
 
 _LOG = logging.getLogger("kvferry.announce")
+FAILURES_TOLD = 3
+"""Handshakes that fail in a row until it is told, once."""
 ANNOUNCE_OPTIONS = SocketOptions(high_water=1000, max_frame_bytes=65_536)
 """For every socket that announcements pass, the proxy's too."""
 
@@ -79,6 +81,7 @@ class Announcer:
         self._frames: list[bytes] = []
         self._connected: dict[str, str] = {}
         self._resolved: dict[str, list[str]] = {}
+        self._failures = 0
         self.given_up = 0
         """Connections that ZeroMQ gave up, for the proxy there had no keys (or was none), and that were made anew."""
         self._renewed = 0
@@ -112,7 +115,8 @@ class Announcer:
             monitor.open()
             resolve_at = self._clock.now()
             while not self._stop.is_set():
-                self.given_up += sum(event is LinkEvent.GAVE_UP for event in monitor.receive())
+                for event in monitor.receive():
+                    self._on_monitor(event)
                 if self._clock.now() >= resolve_at:
                     self._reconnect(publisher)
                     resolve_at = self._clock.now() + self._timers.resolve_s
@@ -121,6 +125,20 @@ class Announcer:
         finally:
             monitor.close()
             self._context.close_socket(publisher)
+
+    def _on_monitor(self, event: LinkEvent) -> None:
+        self.given_up += event is LinkEvent.GAVE_UP
+        if event is LinkEvent.CONNECTED:
+            self._failures = 0
+        elif event is not LinkEvent.DISCONNECTED:
+            self._failures += 1
+            if self._failures == FAILURES_TOLD:
+                _LOG.warning("a proxy of discovery.announce_to is there and no handshake succeeds: %s", self._reason())
+
+    def _reason(self) -> str:
+        if self._context.security is None:
+            return "it has keys and this node has none, or it is no proxy"
+        return "it does not let this node's key in, runs without keys, or is not who its key says"
 
     def _reconnect(self, publisher: "zmq.Socket[bytes]") -> None:
         if self.given_up != self._renewed:

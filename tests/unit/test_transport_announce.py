@@ -289,7 +289,7 @@ def test_keys_stay_with_a_name_that_is_resolved():
     ]
 
 
-def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Path):
+def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """ZeroMQ gives such a connection up for good."""
     keys = KeyRing(tmp_path / "keys")
     router = keys.security("router")
@@ -299,6 +299,7 @@ def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Pat
         nodes, routers, bare = opened(stack, keys.security("node")), opened(stack, router), opened(stack)
         announcer = stack.enter_context(announcing(nodes, [endpoint], node))
         with proxy_in_thread(bare, endpoint, workers):
-            wait_until(lambda: announcer.given_up > 0)
+            wait_until(lambda: announcer.given_up > 3)
+        assert len([record for record in caplog.records if "announce_to" in record.getMessage()]) == 1
         _, for_workers = stack.enter_context(proxy_in_thread(routers, endpoint, workers))
         hears(stack.enter_context(listening(routers, for_workers)), node)
