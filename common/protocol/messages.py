@@ -92,6 +92,9 @@ class Welcome(Message, frozen=True, kw_only=True):
     kv_endpoints: tuple[str, ...] = ()
     """One per tensor-parallel rank; empty where no KV is received."""
     transports: tuple[str, ...] = ()
+    """How KV may come, best first."""
+    staging: tuple[str, ...] = ()
+    """Where the staging slots of each rank are, for one-sided transports; empty without any."""
 
 
 class HelloRefused(Message, frozen=True, kw_only=True):
@@ -248,6 +251,8 @@ class Reserve(Message, frozen=True, kw_only=True):
     waited_ms: int
     times_preempted: int = 0
     trace: str = ""
+    staged: bool = False
+    """The sender can write into the receiver's staging slots."""
 
 
 class Granted(Message, frozen=True, kw_only=True):
@@ -257,6 +262,8 @@ class Granted(Message, frozen=True, kw_only=True):
     key: TransferKey
     first_token: int
     """Position; a multiple of the block size. Everything below is pinned from the decode node's prefix cache."""
+    slots: tuple[int, ...] = ()
+    """Staging slots that may be written for this key; none: the bytes come in the pieces."""
 
 
 class Queued(Message, frozen=True, kw_only=True):
@@ -290,6 +297,8 @@ class Piece(Message, frozen=True, kw_only=True):
     num_bytes: int
     checksum: int | None = None
     """CRC-32 of the bytes."""
+    slot: int | None = None
+    """The bytes were written into this staging slot of the receiver, and `data` is empty."""
     data: bytes | memoryview = b""
     """Raw frame: [layer, cache tensor, token, per-token shape] contiguous."""
 
@@ -297,8 +306,8 @@ class Piece(Message, frozen=True, kw_only=True):
 class Credit(Message, frozen=True, kw_only=True):
     """Decode -> prefill on the KV link: this one has been taken in, another may come.
 
-    One-sided transports: the staging slot may be written again. Two-sided ones: the piece of this number was written or
-    dropped, and its bytes no longer count against the sender's window for this peer.
+    `slot` is the piece's number: it was written or dropped, its bytes no longer count against the sender's window for
+    this peer, and the staging slot that it named, if any, may be written again.
     """
 
     TYPE: ClassVar[int] = 19

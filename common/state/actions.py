@@ -73,6 +73,8 @@ class SendPiece:
     peer: Incarnation
     piece: Piece
     block_table: tuple[int, ...]
+    slots: tuple[int, ...] = ()
+    """Staging slots of the peer, one of which may carry it; PieceSent then means that the write was confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,8 @@ class OpenKv:
 
     peer: Incarnation
     endpoint: str
+    staging: str = ""
+    """Where its staging slots are, if this process can reach them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class ExpectPieces:
     key: TransferKey
     block_table: tuple[int, ...]
     first_token: int
+    slots: tuple[int, ...] = ()
+    """Staging slots that pieces of this key may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,13 @@ class ForgetPieces:
     """Once this is performed nothing is written for this key any more (it is done in order, before later actions)."""
 
     key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Let no write of this life into staging slots begin any more; answered by SessionClosed, else asked again."""
+
+    peer: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +136,5 @@ class ExitProcess:
 
 Action = (
     Send | SendHello | OpenLink | CloseLink | ResetLink | BindPeer | Probe | RunStep | SendPiece | StopPieces
-    | OpenKv | CloseKv | ExpectPieces | ForgetPieces | ExitProcess
+    | OpenKv | CloseKv | ExpectPieces | ForgetPieces | CloseSession | ExitProcess
 )  # fmt: skip

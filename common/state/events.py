@@ -75,7 +75,7 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class PieceSent:
-    """The transport has read a piece's blocks and passed its bytes on."""
+    """The transport has let go of a piece's blocks: its bytes are on their way, or written where it is one-sided."""
 
     key: TransferKey
     number: int
@@ -113,11 +113,18 @@ class PieceBad:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The transport begins no more writes of this life into staging slots."""
+
+    peer: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """Finish what is there, take nothing new, then end."""
 
 
 Event = (
     Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepDone | EngineFailed
-    | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | DrainRequested
+    | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed | DrainRequested
 )  # fmt: skip

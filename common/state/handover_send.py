@@ -7,6 +7,7 @@ PROTOCOL rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generat
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -32,6 +33,18 @@ class NextToken:
     cached_tokens: int
 
 
+class DecodePeers(Protocol):
+    """What is known of decode nodes."""
+
+    def may_live(self, candidate: Candidate) -> bool:
+        """False when another life, or none, is known to be at its address."""
+        ...
+
+    def can_stage(self, peer: Incarnation) -> bool:
+        """Whether this life's staging slots can be written from here."""
+        ...
+
+
 @dataclass(slots=True)
 class HandoverSender:
     """One attempt's hand-over."""
@@ -44,6 +57,7 @@ class HandoverSender:
     timers: Timers
     limits: Limits
     new_transfer_no: Callable[[], int]
+    peers: DecodePeers
     deadline: float
     accepted_at: float
     machine: Machine[SendState, SendEvent] = field(init=False)
@@ -60,6 +74,10 @@ class HandoverSender:
     _generation: int = 0
     _plan: PiecePlan = field(init=False)
     _in_flight: dict[TransferKey, set[int]] = field(default_factory=dict)
+    _slots: tuple[int, ...] = ()
+    """Staging slots that were granted for the present key."""
+    _stop_owed: set[TransferKey] = field(default_factory=set)
+    """Given up while writes were under way: Abort(stopped) follows when the transport has stopped."""
     _next: NextToken | None = None
     _asked_at: float = 0.0
     _sent_at: float = 0.0
@@ -98,6 +116,7 @@ class HandoverSender:
     def ask(self, now: float) -> list[Action]:
         """Ask the next candidate; none left: the hand-over fails with no_room."""
         actions = self._withdraw()
+        self.candidates = [candidate for candidate in self.candidates if self.peers.may_live(candidate)]
         if not self.candidates:
             return actions + self._fail(self.failure or "no_room", now)
         self.target = self.candidates.pop(0)
@@ -105,7 +124,7 @@ class HandoverSender:
         old = self.reserve.key
         self.key = TransferKey(old.request_id, old.attempt, self._generation, self.me, self.target.incarnation)
         self.transfer_no = self.new_transfer_no()
-        self.may_send = False
+        self.may_send, self._slots = False, ()
         self._plan.restart()
         self.machine.move(SendEvent.ASK, now)
         self._asked_at = now
@@ -151,11 +170,13 @@ class HandoverSender:
 
     # -- what the decode node says
 
-    def on_granted(self, key: TransferKey, first_token: int, now: float) -> list[Action] | None:
+    def on_granted(
+        self, key: TransferKey, first_token: int, now: float, slots: tuple[int, ...] = ()
+    ) -> list[Action] | None:
         """Room is there. None: not ours any more, answer Abort."""
         if key != self.key or not self.machine.accepts(SendEvent.GRANTED):
             return [] if key == self.key and self.granted else None
-        self._plan.first_token_pos = first_token
+        self._plan.first_token_pos, self._slots = first_token, slots
         self.machine.move(SendEvent.GRANTED, now)
         return self._push(now)
 
@@ -181,7 +202,8 @@ class HandoverSender:
             return []
         self.machine.move(SendEvent.COMMITTED, now)
         self.complete = self.complete or message.complete
-        return [self._give(piece) for piece in self._plan.numbered(set(message.missing))]
+        # No slots: after the Commit no write is under way, so that slots are free when the request needs them no more.
+        return [self._give(piece, ()) for piece in self._plan.numbered(set(message.missing))]
 
     def on_peer_up(self, now: float) -> list[Action]:
         """The link to the candidate is there now: ask at once."""
@@ -198,17 +220,27 @@ class HandoverSender:
 
     # -- what the transport says
 
-    def on_sent(self, key: TransferKey, number: int) -> None:
-        """The piece's blocks have been read."""
-        numbers = self._in_flight.get(key)
-        if numbers is not None:
-            numbers.discard(number)
-            if not numbers:
-                del self._in_flight[key]
+    def may_write(self, key: TransferKey) -> bool:
+        """Whether pieces of this key may be read, or written to staging slots, now or later."""
+        return key in self._in_flight
 
-    def on_stopped(self, key: TransferKey) -> None:
+    def on_sent(self, key: TransferKey, number: int, now: float) -> list[Action]:
+        """The piece's blocks have been read; where it went to a staging slot, the write was confirmed."""
+        numbers = self._in_flight.get(key)
+        if numbers is None:
+            return []
+        numbers.discard(number)
+        if numbers:
+            return []
+        return [*self.on_stopped(key), *self._push(now)]
+
+    def on_stopped(self, key: TransferKey) -> list[Action]:
         """Nothing is read for this key any more."""
         self._in_flight.pop(key, None)
+        if key not in self._stop_owed:
+            return []
+        self._stop_owed.discard(key)
+        return [Send(key.decode, Abort(key=key))]
 
     def on_send_failed(self, key: TransferKey, now: float) -> list[Action]:
         """The transport cannot reach the node."""
@@ -246,6 +278,7 @@ class HandoverSender:
             transfer_no=self.transfer_no,
             remaining_ms=max(0, int((self.deadline - now) * 1000)),
             waited_ms=max(0, int((now - self.accepted_at) * 1000)),
+            staged=self.peers.can_stage(self.key.decode),
         )
         return [Send(self.key.decode, filled)]
 
@@ -265,26 +298,37 @@ class HandoverSender:
         return [Send(self.key.decode, commit)]
 
     def _push(self, now: float) -> list[Action]:
-        """Give the transport all that is computed and not given yet; then commit if that was all."""
+        """Give the transport all that is computed and not given yet; then commit if that was all.
+
+        Where there are staging slots, the Commit waits for the transport to confirm every write.
+        """
         if self.state is not SendState.GRANTED or not self.may_send:
             return []
         assert self.key is not None
-        actions: list[Action] = [self._give(piece) for piece in self._plan.cut(self.key)]
+        actions: list[Action] = [self._give(piece, self._slots) for piece in self._plan.cut(self.key)]
+        if self._unconfirmed():
+            return actions
         if self._next is not None and self._plan.all_given(self._next.num_tokens):
             self.machine.move(SendEvent.COMMIT, now)
             self._asked_at, self.commit_sent = now, True
             actions += self._send_commit(now)
         return actions
 
-    def _give(self, piece: Piece) -> SendPiece:
+    def _unconfirmed(self) -> bool:
+        return bool(self._slots) and self.key in self._in_flight
+
+    def _give(self, piece: Piece, slots: tuple[int, ...]) -> SendPiece:
         self._in_flight.setdefault(piece.key, set()).add(piece.number)
-        return SendPiece(piece.key.decode, piece, self.block_table)
+        return SendPiece(piece.key.decode, piece, self.block_table, slots)
 
     def _withdraw(self) -> list[Action]:
         """Give an open reservation back and stop reading for it."""
         if self.key is None or self.state not in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
             return []
-        return [*self._stop(), Send(self.key.decode, Abort(key=self.key))]
+        stopped = not self._unconfirmed()
+        if not stopped:
+            self._stop_owed.add(self.key)
+        return [*self._stop(), Send(self.key.decode, Abort(key=self.key, stopped=stopped))]
 
     def _stop(self) -> list[Action]:
         return [StopPieces(key) for key in self._in_flight]
@@ -300,4 +344,8 @@ class HandoverSender:
             raise InvariantError(f"a Commit was sent but the hand-over is {self.state.name}")
         if self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED) and self.key is None:
             raise InvariantError("granted without a key")
+        if self.commit_sent and self._unconfirmed() and self.state is SendState.COMMITTING:
+            raise InvariantError("a Commit was sent before every write was confirmed")
+        if not self._stop_owed <= self._in_flight.keys():
+            raise InvariantError("Abort(stopped) is owed for what nobody writes")
         self._plan.check_invariants()

@@ -44,6 +44,7 @@ class NodeIdentity:
     compatibility: Compatibility
     kv_endpoints: tuple[str, ...] = ()
     transports: tuple[str, ...] = ()
+    staging: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -151,6 +152,7 @@ class NodeCore:
             compatibility=self.identity.compatibility,
             kv_endpoints=self.identity.kv_endpoints,
             transports=self.identity.transports,
+            staging=self.identity.staging,
         )
         return [Send(sender, welcome), self._status(self.clients.clients[sender], now)]
 

@@ -12,6 +12,7 @@ from common.protocol.messages import Gone
 from common.scheduling.scheduler import Scheduler
 from common.state.actions import Action, ForgetPieces, Send
 from common.state.handover_receive import ReceiveEvent, ReceiveState
+from common.state.staging_slots import StagingSlots
 from decode_node.core.entry import Entry
 
 
@@ -20,6 +21,7 @@ class EntryTable:
     """See the module's docstring."""
 
     scheduler: Scheduler
+    staging: StagingSlots
     by_plan: dict[PlanKey, Entry] = field(default_factory=dict)
     by_key: dict[TransferKey, Entry] = field(default_factory=dict)
     by_seq: dict[int, Entry] = field(default_factory=dict)
@@ -45,9 +47,9 @@ class EntryTable:
             del self.by_seq[entry.seq_id]
             entry.seq_id = None
 
-    def drop(self, entry: Entry) -> list[Action]:
+    def drop(self, entry: Entry, now: float) -> list[Action]:
         """Leave no trace of it."""
-        actions = self._end_sequence(entry)
+        actions = self._end_sequence(entry, now)
         self.queued.pop(entry.key, None)
         self.by_plan.pop(entry.plan_key, None)
         self.by_key.pop(entry.key, None)
@@ -55,21 +57,27 @@ class EntryTable:
 
     def lose(self, entry: Entry, why: str, now: float) -> list[Action]:
         """It cannot go on here: a record is left, and its worker is told."""
-        actions = self._end_sequence(entry)
+        actions = self._end_sequence(entry, now)
         entry.error = why
         entry.machine.move(ReceiveEvent.LOSE, now)
         return [*actions, gone(entry)]
 
     def give_back(self, entry: Entry, now: float) -> list[Action]:
         """It goes on elsewhere: a record is left, and its worker is told."""
-        actions = self._end_sequence(entry)
+        actions = self._end_sequence(entry, now)
         entry.machine.move(ReceiveEvent.GIVE_BACK, now)
         return [*actions, gone(entry)]
 
-    def _end_sequence(self, entry: Entry) -> list[Action]:
+    def stop_writing(self, entry: Entry, now: float) -> list[Action]:
+        """No piece is written for it any more. Its staging slots are free if every write was confirmed, by the Commit;
+        else they rest."""
+        self.staging.release(entry.key, now, confirmed=entry.commit is not None)
+        return [ForgetPieces(entry.key)]
+
+    def _end_sequence(self, entry: Entry, now: float) -> list[Action]:
         actions: list[Action] = []
         if entry.state in (ReceiveState.RESERVED, ReceiveState.OWNED):
-            actions.append(ForgetPieces(entry.key))
+            actions += self.stop_writing(entry, now)
         if entry.seq_id is not None:
             self.scheduler.abort(entry.seq_id)
             self.detach(entry)
@@ -81,6 +89,7 @@ class EntryTable:
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the indexes disagree."""
+        self.staging.check_invariants()
         if {id(e) for e in self.by_plan.values()} != {id(e) for e in self.by_key.values()}:
             raise InvariantError("decode entries are not indexed by transfer key")
         for plan_key, entry in self.by_plan.items():

@@ -34,6 +34,8 @@ class Entry:
     machine: Machine[ReceiveState, ReceiveEvent] = field(init=False)
     seq_id: int | None = None
     ledger: PieceLedger | None = None
+    staged: bool = False
+    """Its sender can write into staging slots."""
     commit: Commit | None = None
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared where the prompt was computed."""
@@ -67,6 +69,7 @@ class Entry:
             deadline=deadline,
             output_token_ids=message.output_token_ids[:],
             queued_at=now,
+            staged=message.staged,
         )
 
     @classmethod

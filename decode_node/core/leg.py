@@ -23,9 +23,10 @@ from common.scheduling.sequence import SequenceSpec
 from common.scheduling.step import StepPlan
 from common.state.actions import Action, Send
 from common.state.clients import Client, ClientTable
-from common.state.events import Event, PieceArrived, PieceBad
+from common.state.events import Event, PieceArrived, PieceBad, SessionClosed
 from common.state.handover_receive import ReceiveEvent, ReceiveState
 from common.state.leg import ComputedHere
+from common.state.staging_slots import StagingSlots
 from decode_node.core.entries import EntryTable, gone
 from decode_node.core.entry import Entry
 from decode_node.core.outbox import TokenOutbox
@@ -42,14 +43,18 @@ class DecodeLeg:
     limits: Limits
     num_layers: int
     clients: Callable[[], ClientTable]
+    num_staging_slots: int = 0
+    """Slots that one-sided transports may write into."""
     role: Role = "decode"
+    staging: StagingSlots = field(init=False)
     entries: EntryTable = field(init=False)
     _outbox: TokenOutbox = field(default_factory=TokenOutbox)
     _reservations: Reservations = field(init=False)
     _takeover: Takeover = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entries = EntryTable(self.scheduler)
+        self.staging = StagingSlots(self.num_staging_slots, self.limits.slots_per_transfer, self.timers)
+        self.entries = EntryTable(self.scheduler, self.staging)
         self._reservations = Reservations(self.entries, self.timers, self.limits, self.num_layers, self.clients)
         self._takeover = Takeover(self.entries, self.scheduler, self.timers)
 
@@ -67,19 +72,25 @@ class DecodeLeg:
             case Commit():
                 return self._follow(self._takeover.on_commit(client, message, now), now)
             case Abort():
-                entry = self.entries.by_key.get(message.key)
-                return self.entries.drop(entry) if entry is not None and entry.is_open else []
+                return self._on_abort(message, now)
             case Cancel():
-                return self._on_cancel(client, message)
+                return self._on_cancel(client, message, now)
             case _:
                 return []
 
-    def _on_cancel(self, client: Client, message: Cancel) -> list[Action]:
+    def _on_abort(self, message: Abort, now: float) -> list[Action]:
+        entry = self.entries.by_key.get(message.key)
+        actions = self.entries.drop(entry, now) if entry is not None and entry.is_open else []
+        if message.stopped:
+            self.staging.on_stopped(message.key)
+        return actions
+
+    def _on_cancel(self, client: Client, message: Cancel, now: float) -> list[Action]:
         actions: list[Action] = []
         for entry in self.entries:
             mine = entry.worker == client.incarnation and entry.key.request_id == message.request_id
             if mine and entry.key.attempt <= message.attempt:
-                actions += self.entries.drop(entry)
+                actions += self.entries.drop(entry, now)
         return actions
 
     # -- lists
@@ -93,7 +104,7 @@ class DecodeLeg:
             else:
                 wanted = client.wants(entry.transfer_no, *entry.plan_key, entry.key.generation)
             if not wanted:
-                actions += self.entries.drop(entry)
+                actions += self.entries.drop(entry, now)
         if client.kind == "worker":
             for line in client.entries.values():
                 known = self.entries.by_plan.get(PlanKey(line.request_id, line.attempt))
@@ -112,7 +123,7 @@ class DecodeLeg:
         """A worker loses all it had; a prefill node's open reservations go."""
         actions: list[Action] = []
         for entry in self.entries.of(client.incarnation):
-            actions += self.entries.drop(entry)
+            actions += self.entries.drop(entry, now)
         self._outbox.forget(client.incarnation)
         return actions
 
@@ -129,6 +140,9 @@ class DecodeLeg:
                 return self._follow(self._takeover.on_piece(piece, now), now)
             case PieceBad(key, number, reason):
                 return self._takeover.on_damaged(key, number, reason, now)
+            case SessionClosed(peer):
+                self.staging.on_session_closed(peer, now)
+                return []
             case _:
                 return []
 
@@ -138,7 +152,7 @@ class DecodeLeg:
         """It decodes already, and its blocks stay where they are. See GoesOnHere."""
         entry = Entry.from_here(computed)
         stray = self.entries.by_plan.get(entry.plan_key)
-        actions = [] if stray is None else self.entries.drop(stray)
+        actions = [] if stray is None else self.entries.drop(stray, now)
         self.entries.add(entry)
         self.entries.attach(entry, computed.seq_id)
         entry.machine.move(ReceiveEvent.GO_ON_HERE, now)
@@ -193,8 +207,9 @@ class DecodeLeg:
     # -- time
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines, missing pieces, grants that are not used."""
+        """Deadlines, missing pieces, grants that are not used, staging slots that rest."""
         actions = self._reservations.take_back_unused(now)
+        actions += self.staging.tick(lambda peer: self.clients().get(peer) is not None, now)
         for entry in self.entries:
             if entry.is_record:
                 continue
@@ -203,7 +218,7 @@ class DecodeLeg:
 
     def _expire(self, entry: Entry, now: float) -> list[Action]:
         if entry.is_open:
-            return [*self.entries.drop(entry), Send(entry.key.prefill, Refused(key=entry.key, reason="deadline"))]
+            return [*self.entries.drop(entry, now), Send(entry.key.prefill, Refused(key=entry.key, reason="deadline"))]
         return self.entries.lose(entry, "deadline", now)
 
     def flush(self, now: float) -> list[Action]:
@@ -214,7 +229,7 @@ class DecodeLeg:
 
     def drain(self, now: float) -> list[Action]:
         """Uncommitted reservations go; what is owned is finished."""
-        return self._reservations.drain()
+        return self._reservations.drain(now)
 
     def give_back_all(self, now: float) -> list[Action]:
         """Give back what still runs: it is planned again elsewhere."""

@@ -39,7 +39,7 @@ class Reservations:
                 return self._answer_again(present)
             if not present.is_open or present.key.generation > key.generation:
                 return [Send(client.incarnation, Refused(key=key, reason="gone"))]
-            actions += self.entries.drop(present)
+            actions += self.entries.drop(present, now)
         reason = self._refusal(client, message, now)
         if reason is not None:
             return [*actions, Send(client.incarnation, Refused(key=key, reason=reason))]
@@ -49,7 +49,7 @@ class Reservations:
             return actions + self._grant_or_queue(entry, now)
         except RequestInvalidError as error:
             refused = Send(client.incarnation, Refused(key=key, reason=str(error)))
-            return [*actions, *self.entries.drop(entry), refused]
+            return [*actions, *self.entries.drop(entry, now), refused]
 
     def _refusal(self, client: Client, message: Reserve, now: float) -> str | None:
         key = message.key
@@ -85,11 +85,15 @@ class Reservations:
         assert entry.seq_id is not None
         assert entry.ledger is not None
         table = self.entries.scheduler.block_table(entry.seq_id)
-        return [ExpectPieces(entry.key, table, entry.ledger.first_token_pos), self._grant_message(entry)]
+        slots = self.entries.staging.grant(entry.key) if entry.staged else ()
+        return [ExpectPieces(entry.key, table, entry.ledger.first_token_pos, slots), self._grant_message(entry)]
 
     def _grant_message(self, entry: Entry) -> Send:
         assert entry.ledger is not None
-        return Send(entry.key.prefill, Granted(key=entry.key, first_token=entry.ledger.first_token_pos))
+        granted = Granted(
+            key=entry.key, first_token=entry.ledger.first_token_pos, slots=self.entries.staging.of(entry.key)
+        )
+        return Send(entry.key.prefill, granted)
 
     def _answer_again(self, entry: Entry) -> list[Action]:
         if entry.state is ReceiveState.QUEUED:
@@ -126,7 +130,7 @@ class Reservations:
             return []
         actions: list[Action] = []
         for victim in sorted(victims, key=lambda e: self._rank(e, now), reverse=True):
-            actions += self._revoke(victim, "priority")
+            actions += self._revoke(victim, "priority", now)
             if self._reserve(head, now):
                 break
         return actions
@@ -143,14 +147,14 @@ class Reservations:
         for entry in self.entries if self.entries.queued else ():
             ledger = entry.ledger
             if entry.state is ReceiveState.RESERVED and ledger and now - ledger.last_arrival > self.timers.grant_idle_s:
-                actions += self._revoke(entry, "time")
+                actions += self._revoke(entry, "time", now)
         return actions
 
-    def _revoke(self, entry: Entry, reason: str) -> list[Action]:
+    def _revoke(self, entry: Entry, reason: str, now: float) -> list[Action]:
         """Not committed, so nobody rests on it: its prefill node asks the next candidate."""
-        return [*self.entries.drop(entry), Send(entry.key.prefill, Revoke(key=entry.key, reason=reason))]
+        return [*self.entries.drop(entry, now), Send(entry.key.prefill, Revoke(key=entry.key, reason=reason))]
 
-    def drain(self) -> list[Action]:
+    def drain(self, now: float) -> list[Action]:
         """Grant nothing more; what is not committed is taken back."""
         self.draining = True
-        return [action for entry in self.entries if entry.is_open for action in self._revoke(entry, "draining")]
+        return [action for entry in self.entries if entry.is_open for action in self._revoke(entry, "draining", now)]

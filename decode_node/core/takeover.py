@@ -9,7 +9,7 @@ from common.ids import TransferKey
 from common.protocol.messages import Commit, CommitRefused, Committed, Piece
 from common.scheduling.events import SchedulerEvent
 from common.scheduling.scheduler import Scheduler
-from common.state.actions import Action, ForgetPieces, Send
+from common.state.actions import Action, Send
 from common.state.clients import Client
 from common.state.handover_receive import ReceiveEvent, ReceiveState
 from decode_node.core.entries import EntryTable
@@ -93,7 +93,7 @@ class Takeover:
         except ProtocolError as error:
             return Started(self.entries.lose(entry, str(error), now), [])
         entry.machine.move(ReceiveEvent.COMPLETE, now)
-        return Started([ForgetPieces(entry.key), _committed(entry)], events)
+        return Started([*self.entries.stop_writing(entry, now), _committed(entry)], events)
 
     def _ask_again(self, entry: Entry, numbers: Collection[int], why: str, now: float) -> list[Action]:
         assert entry.ledger is not None

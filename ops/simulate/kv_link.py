@@ -1,95 +1,37 @@
-"""The simulated KV transport: pieces carry what the sender's cache holds when it is read, and arrive in order or never.
+"""A prefill node's end of the simulated KV transport: reads what the cache holds, then sends or writes it.
 
-It knows transfer keys and block tables, as the real one does; who may write where is decided by the cores.
+Messages arrive in order or never. Writes into staging slots of the receiver happen in any order, late, or unnoticed.
+
+It knows transfer keys, block tables and slots, as the real one does; who may write where is decided by the cores.
 """
 
-import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from common.ids import Incarnation, TransferKey
+from common.kv_transfer.slot_writes import SlotWrites
 from common.protocol.messages import Piece
-from common.state.events import Event, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
-from ops.simulate.clock import EventLoop
+from common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
 from ops.simulate.costs import CostModel
+from ops.simulate.kv_network import SEND_TIMEOUT_S, KvNetwork
+from ops.simulate.kv_receiver import KvReceiver
 from ops.simulate.kv_store import KvMismatchError, KvStore
 
-SEND_TIMEOUT_S = 5.0
+RETRY_S = 0.1
+"""Until the receiver can be reached."""
+NO_SLOT_RETRY_S = 0.004
+"""Until a piece in a slot is credited."""
 
 
-@dataclass(slots=True)
-class KvNetwork:
-    """Which KV endpoints are there, and what is wrong between hosts."""
-
-    loop: EventLoop
-    rng: random.Random
-    base_delay_s: float = 0.0005
-    jitter_s: float = 0.001
-    damaged_share: float = 0.0
-    """Share of pieces whose bytes arrive wrong."""
-    receivers: dict[str, "KvReceiver"] = field(default_factory=dict)
-    _cuts: dict[frozenset[str], float] = field(default_factory=dict)
-    breaks: dict[frozenset[str], int] = field(default_factory=dict)
-    """How often the connections between two hosts broke: what was under way then is lost."""
-    num_lost: int = 0
-    num_damaged: int = 0
-
-    def cut(self, host_a: str, host_b: str, duration_s: float) -> None:
-        """Nothing passes between two hosts for this long; what is under way is lost."""
-        pair = frozenset((host_a, host_b))
-        self._cuts[pair] = max(self._cuts.get(pair, 0.0), self.loop.now() + duration_s)
-        self.blip(host_a, host_b)
-
-    def blip(self, host_a: str, host_b: str) -> None:
-        """What is under way between two hosts is lost."""
-        pair = frozenset((host_a, host_b))
-        self.breaks[pair] = self.breaks.get(pair, 0) + 1
-
-    def is_cut(self, host_a: str, host_b: str) -> bool:
-        """Whether nothing passes now."""
-        return self._cuts.get(frozenset((host_a, host_b)), 0.0) > self.loop.now()
-
-    def delay_s(self) -> float:
-        """How long a piece is under way after it was read."""
-        return self.base_delay_s + self.jitter_s * self.rng.random()
-
-
-@dataclass(slots=True)
-class KvReceiver:
-    """A decode node's end."""
-
-    host: str
-    incarnation: Incarnation
-    store: KvStore
-    post: Callable[[Event], None]
-    expected: dict[TransferKey, tuple[tuple[int, ...], int]] = field(default_factory=dict)
-    """Block table, and the first position that may be written."""
-    num_dropped: int = 0
-
-    def expect(self, key: TransferKey, table: tuple[int, ...], first_token: int) -> None:
-        """Pieces of this key may be written into these blocks, from this position on."""
-        self.expected[key] = (table, first_token)
-
-    def forget(self, key: TransferKey) -> None:
-        """Nothing more is written for this key."""
-        self.expected.pop(key, None)
-
-    def arrive(self, piece: Piece, values: list[list[int]], damaged: bool) -> None:
-        """Check and write a piece; one of a key that is not expected touches nothing."""
-        expected = self.expected.get(piece.key)
-        if expected is None:
-            self.num_dropped += 1
-            return
-        table, first_token = expected
-        if piece.token_start < first_token:
-            raise KvMismatchError(f"{self.host}: a piece for position {piece.token_start}, below {first_token}")
-        if damaged:
-            self.post(PieceBad(piece.key, piece.number, "checksum"))
-            return
-        for layer, row in enumerate(values, piece.layer_start):
-            self.store.write(layer, table, piece.token_start, row)
-        self.post(PieceArrived(piece))
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    piece: Piece
+    table: tuple[int, ...]
+    slots: tuple[int, ...]
+    since: float
 
 
 @dataclass(slots=True)
@@ -97,9 +39,24 @@ class _Peer:
     """Pieces for one decode node, first come first served."""
 
     endpoint: str
-    queue: deque[tuple[Piece, tuple[int, ...], float]] = field(default_factory=deque)
+    session: int = 0
+    queue: deque[_Waiting] = field(default_factory=deque)
     busy: bool = False
     last_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Write:
+    """A write into a staging slot."""
+
+    receiver: KvReceiver
+    piece: Piece
+    """With its slot."""
+    table: tuple[int, ...]
+    values: list[list[int]]
+    breaks: int
+    done: bool = False
+    """The sender knows what became of it."""
 
 
 @dataclass(slots=True)
@@ -115,6 +72,7 @@ class KvSender:
     """Does something when the process is awake."""
     is_held: Callable[[int], bool]
     """Whether anybody holds a block: only such blocks may be read."""
+    writes: SlotWrites = field(default_factory=SlotWrites)
     _peers: dict[Incarnation, _Peer] = field(default_factory=dict)
     _stopping: set[TransferKey] = field(default_factory=set)
 
@@ -125,38 +83,43 @@ class KvSender:
     def close(self, peer: Incarnation) -> None:
         """Read nothing more for this life."""
         known = self._peers.pop(peer, None)
-        for piece, _, _ in known.queue if known is not None else ():
-            self._stopped(piece.key)
+        for waiting in known.queue if known is not None else ():
+            self._stopped(waiting.piece.key)
 
-    def send(self, peer: Incarnation, piece: Piece, table: tuple[int, ...]) -> None:
+    def send(self, peer: Incarnation, piece: Piece, table: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Queue a piece; its blocks are read later."""
         known = self._peers.get(peer)
         if known is None:
             self.network.loop.after(0.0, self.post, KvSendFailed(piece.key, "no KV session"))
             return
-        known.queue.append((piece, table, self.network.loop.now()))
+        known.queue.append(_Waiting(piece, table, slots, self.network.loop.now()))
         self._go_on(peer)
 
     def stop(self, key: TransferKey) -> None:
-        """Read nothing more for this key, and say so when that is sure: a read under way cannot be stopped."""
-        under_way = False
+        """Read nothing more for this key, and say so when that is sure: a read or a write under way cannot be
+        stopped."""
+        self.writes.stop(key)
+        under_way = self.writes.is_writing(key)
         for known in self._peers.values():
-            keep = 1 if known.busy and known.queue and known.queue[0][0].key == key else 0
+            keep = 1 if known.busy and known.queue and known.queue[0].piece.key == key else 0
             under_way = under_way or keep > 0
             known.queue = deque(
-                waiting for place, waiting in enumerate(known.queue) if place < keep or waiting[0].key != key
+                waiting for place, waiting in enumerate(known.queue) if place < keep or waiting.piece.key != key
             )
         if under_way:
             self._stopping.add(key)
         else:
             self.network.loop.after(0.0002, self.post, PiecesStopped(key))
 
+    # -- the head of a queue
+
     def _go_on(self, peer: Incarnation) -> None:
         known = self._peers.get(peer)
         if known is None or known.busy or not known.queue:
             return
         known.busy = True
-        self.network.loop.after(self.costs.piece_duration_s(known.queue[0][0].num_bytes), self.wake, self._read, peer)
+        duration_s = self.costs.piece_duration_s(known.queue[0].piece.num_bytes)
+        self.network.loop.after(duration_s, self.wake, self._read, peer)
 
     def _read(self, peer: Incarnation) -> None:
         known = self._peers.get(peer)
@@ -168,48 +131,122 @@ class KvSender:
         receiver = self.network.receivers.get(known.endpoint)
         reachable = receiver is not None and receiver.incarnation == peer
         if receiver is None or not reachable or self.network.is_cut(self.host, receiver.host):
-            self._wait_or_fail(peer, known)
+            self._wait_or_fail(peer, known, RETRY_S)
             return
-        piece, table, _ = known.queue.popleft()
+        waiting = known.queue[0]
+        key = waiting.piece.key
+        if waiting.slots and receiver.session(key.prefill) != known.session:
+            known.session = receiver.session(key.prefill)
+            self._fail_all(known, "the session was closed")
+            return
+        slot = self.writes.free(key, waiting.slots)
+        if waiting.slots and slot is None:
+            self._wait_or_fail(peer, known, NO_SLOT_RETRY_S)
+            return
+        known.queue.popleft()
+        self._check_held(waiting.piece, waiting.table)
+        rows = range(waiting.piece.layer_start, waiting.piece.layer_end)
+        start, end = waiting.piece.token_start, waiting.piece.token_end
+        values = [self.store.read(layer, waiting.table, start, end) for layer in rows]
+        if slot is None:
+            self.post(PieceSent(key, waiting.piece.number))
+            self._send_message(known, receiver, waiting.piece, values)
+        elif key not in self._stopping:
+            self._begin_write(receiver, msgspec.structs.replace(waiting.piece, slot=slot), waiting.table, values)
+        self._stopped(key)
+        self._go_on(peer)
+
+    def _check_held(self, piece: Piece, table: tuple[int, ...]) -> None:
         size = self.store.block_size
         for block in table[piece.token_start // size : -(-piece.token_end // size)]:
             if not self.is_held(block):
                 raise KvMismatchError(f"{self.host}: piece {piece.number} is read from block {block}, which is free")
-        rows = range(piece.layer_start, piece.layer_end)
-        values = [self.store.read(layer, table, piece.token_start, piece.token_end) for layer in rows]
-        self.post(PieceSent(piece.key, piece.number))
-        self._stopped(piece.key)
-        known.last_at = max(known.last_at, self.network.loop.now() + self.network.delay_s())
-        pair = frozenset((self.host, receiver.host))
-        self.network.loop.at(known.last_at, self._land, receiver, piece, values, pair, self.network.breaks.get(pair, 0))
-        self._go_on(peer)
 
     def _stopped(self, key: TransferKey) -> None:
-        if key in self._stopping:
+        queued = any(waiting.piece.key == key for known in self._peers.values() for waiting in known.queue)
+        if key in self._stopping and not queued and not self.writes.is_writing(key):
             self._stopping.discard(key)
             self.post(PiecesStopped(key))
 
-    def _wait_or_fail(self, peer: Incarnation, known: _Peer) -> None:
+    def _wait_or_fail(self, peer: Incarnation, known: _Peer, retry_s: float) -> None:
         loop = self.network.loop
-        if known.queue[0][0].key in self._stopping:
-            self._stopped(known.queue.popleft()[0].key)
+        if known.queue[0].piece.key in self._stopping:
+            self._stopped(known.queue.popleft().piece.key)
             self._go_on(peer)
-            return
-        if loop.now() - known.queue[0][2] < SEND_TIMEOUT_S:
+        elif loop.now() - known.queue[0].since < SEND_TIMEOUT_S:
             known.busy = True
-            loop.after(0.1, self.wake, self._read, peer)
-            return
-        failed = {waiting[0].key for waiting in known.queue}
+            loop.after(retry_s, self.wake, self._read, peer)
+        else:
+            self._fail_all(known, "timeout")
+
+    def _fail_all(self, known: _Peer, why: str) -> None:
+        failed = {waiting.piece.key for waiting in known.queue}
         known.queue.clear()
         for key in sorted(failed):
-            self.post(KvSendFailed(key, "timeout"))
+            self.post(KvSendFailed(key, why))
+            self._stopped(key)
 
-    def _land(
-        self, receiver: KvReceiver, piece: Piece, values: list[list[int]], pair: frozenset[str], breaks: int
-    ) -> None:
-        if self.network.breaks.get(pair, 0) != breaks and self.network.rng.random() < 0.7:
-            self.network.num_lost += 1
+    # -- messages
+
+    def _send_message(self, known: _Peer, receiver: KvReceiver, piece: Piece, values: list[list[int]]) -> None:
+        known.last_at = max(known.last_at, self.network.loop.now() + self.network.delay_s())
+        breaks = self.network.num_breaks(self.host, receiver.host)
+        self.network.loop.at(known.last_at, self._message_lands, receiver, piece, values, breaks)
+
+    def _message_lands(self, receiver: KvReceiver, piece: Piece, values: list[list[int]], breaks: int) -> None:
+        if not self.network.is_lost(self.host, receiver.host, breaks):
+            receiver.arrive(piece, values, self.network.is_damaged(), lambda: self._credit(receiver, piece))
+
+    def _credit(self, receiver: KvReceiver, piece: Piece) -> None:
+        """The receiver sends a Credit back."""
+        breaks = self.network.num_breaks(self.host, receiver.host)
+        self.network.loop.after(self.network.delay_s(), self._credit_lands, receiver, piece, breaks)
+
+    def _credit_lands(self, receiver: KvReceiver, piece: Piece, breaks: int) -> None:
+        if not self.network.is_lost(self.host, receiver.host, breaks):
+            self.wake(self.writes.credited, piece.key, piece.number)
+
+    # -- one-sided writes
+
+    def _begin_write(self, receiver: KvReceiver, piece: Piece, table: tuple[int, ...], values: list[list[int]]) -> None:
+        assert piece.slot is not None
+        self.writes.begin(piece.key, piece.slot, piece.number)
+        write = _Write(receiver, piece, table, values, self.network.num_breaks(self.host, receiver.host))
+        loop = self.network.loop
+        loop.after(self.network.write_delay_s(), self._write_lands, write)
+        loop.after(SEND_TIMEOUT_S, self.wake, self._time_out, write)
+
+    def _write_lands(self, write: _Write) -> None:
+        """Whether or not the sender lives: it has posted the write, and its network does it."""
+        if self.network.is_lost(self.host, write.receiver.host, write.breaks):
             return
-        damaged = self.network.damaged_share > 0 and self.network.rng.random() < self.network.damaged_share
-        self.network.num_damaged += damaged
-        receiver.arrive(piece, values, damaged)
+        self.network.num_writes += 1
+        self.network.num_late += write.piece.key not in write.receiver.expected
+        write.receiver.write_slot(write.piece, write.values)
+        if self.network.is_confirmed():
+            self.network.loop.after(self.network.delay_s(), self.wake, self._confirmed, write)
+
+    def _confirmed(self, write: _Write) -> None:
+        piece = write.piece
+        if write.done or piece.slot is None:
+            return
+        write.done = True
+        self._check_held(piece, write.table)
+        known = self._peers.get(piece.key.decode)
+        if known is None or piece.key in self._stopping:
+            self.writes.give_up(piece.key, piece.slot)
+        else:
+            self.writes.confirm(piece.key, piece.slot)
+            self._send_message(known, write.receiver, piece, [])
+        self.post(PieceSent(piece.key, piece.number))
+        self._stopped(piece.key)
+
+    def _time_out(self, write: _Write) -> None:
+        piece = write.piece
+        if write.done or piece.slot is None:
+            return
+        write.done = True
+        self.writes.give_up(piece.key, piece.slot)
+        if piece.key not in self._stopping:
+            self.post(KvSendFailed(piece.key, "a write was not confirmed"))
+        self._stopped(piece.key)

@@ -13,6 +13,7 @@ from common.scheduling.scheduler_config import SchedulerConfig
 from common.state.actions import (
     Action,
     CloseKv,
+    CloseSession,
     ExitProcess,
     ExpectPieces,
     ForgetPieces,
@@ -30,7 +31,9 @@ from decode_node.core.leg import DecodeLeg
 from ops.simulate.clock import EventLoop
 from ops.simulate.costs import CostModel
 from ops.simulate.engine import SimEngine
-from ops.simulate.kv_link import KvNetwork, KvReceiver, KvSender
+from ops.simulate.kv_link import KvSender
+from ops.simulate.kv_network import KvNetwork
+from ops.simulate.kv_receiver import KvReceiver
 from ops.simulate.kv_store import KvStore
 from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from ops.simulate.network import Network
@@ -39,6 +42,7 @@ from prefill_node.core.decode_links import DecodeLinks
 from prefill_node.core.leg import PrefillLeg
 
 MODEL_NAME = "sim"
+STAGING_HOST = "sim-staging://"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,8 @@ class NodeSpec:
     max_model_len: int = 4096
     check_kv: bool = True
     tick_s: float = 0.1
+    staging_slots: int = 0
+    """Slots that one-sided writes land in; none: everything goes in messages."""
     poisoned: frozenset[int] = frozenset()
 
     @property
@@ -111,7 +117,7 @@ class SimNode(Process):
         )
         self.pool = BlockPool(spec.num_blocks, spec.block_size, MODEL_NAME)
         self.kv_sender = KvSender(kv, spec.name, spec.costs, self.store, self.post, self.when_awake, self.pool.is_held)
-        self.kv_receiver = KvReceiver(spec.name, life, self.store, self.post)
+        self.kv_receiver = KvReceiver(loop, spec.name, life, self.store, self.post)
         self._kv = kv
         self.scheduler = Scheduler(spec.scheduler, self.pool)
         identity = NodeIdentity(
@@ -121,16 +127,20 @@ class SimNode(Process):
             spec.compatibility,
             (spec.kv_address,) if "decode" in spec.roles else (),
             ("sim",),
+            (f"{STAGING_HOST}{spec.name}",) if "decode" in spec.roles and spec.staging_slots else (),
         )
         self.core = NodeCore(identity, spec.timers, self.scheduler, self._legs())
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda action: self.engine.run(action.plan),
-            SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table),
+            SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table, action.slots),
             StopPieces: lambda action: self.kv_sender.stop(action.key),
             OpenKv: lambda action: self.kv_sender.open(action.peer, action.endpoint),
             CloseKv: lambda action: self.kv_sender.close(action.peer),
-            ExpectPieces: lambda action: self.kv_receiver.expect(action.key, action.block_table, action.first_token),
+            ExpectPieces: lambda action: self.kv_receiver.expect(
+                action.key, action.block_table, action.first_token, action.slots
+            ),
             ForgetPieces: lambda action: self.kv_receiver.forget(action.key),
+            CloseSession: lambda action: self.kv_receiver.close_session(action.peer),
             ExitProcess: lambda action: self.end(action.reason),
         }
         network.listen(self)
@@ -141,7 +151,14 @@ class SimNode(Process):
         spec = self.spec
         decode = None
         if "decode" in spec.roles:
-            decode = DecodeLeg(self.scheduler, spec.timers, spec.limits, spec.num_layers, lambda: self.core.clients)
+            decode = DecodeLeg(
+                self.scheduler,
+                spec.timers,
+                spec.limits,
+                spec.num_layers,
+                lambda: self.core.clients,
+                spec.staging_slots,
+            )
         legs = {"decode": decode, "prefill": self._prefill_leg(decode) if "prefill" in spec.roles else None}
         return [leg for role in spec.roles if (leg := legs[role]) is not None]
 
@@ -154,7 +171,7 @@ class SimNode(Process):
             timers=spec.timers,
             limits=spec.limits,
             shape=KvShape(spec.num_layers, spec.layer_token_bytes),
-            decodes=DecodeLinks(LinkTable(hello, spec.timers)),
+            decodes=DecodeLinks(LinkTable(hello, spec.timers), STAGING_HOST if spec.staging_slots else ""),
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             here=here,

@@ -14,7 +14,7 @@ from common.protocol.messages import Announce
 from common.sampling_params import SamplingParams
 from common.state.events import Announced
 from ops.simulate.clock import EventLoop
-from ops.simulate.kv_link import KvNetwork
+from ops.simulate.kv_network import KvNetwork
 from ops.simulate.network import Delays, Network
 from ops.simulate.node import MODEL_NAME, NodeSpec, SimNode
 from ops.simulate.process import Process

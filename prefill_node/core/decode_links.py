@@ -46,6 +46,13 @@ class DecodeLinks:
     """Links to all decode nodes that jobs named."""
 
     links: LinkTable
+    staging_host: str = ""
+    """What the address of staging slots begins with that can be written from here; empty: none can."""
+    _staged: set[Incarnation] = field(default_factory=set)
+
+    def can_stage(self, peer: Incarnation) -> bool:
+        """Whether this life's staging slots can be written from here."""
+        return peer in self._staged
 
     def know(self, candidate: Candidate, now: float) -> list[Action]:
         """Have a link to this candidate."""
@@ -80,14 +87,22 @@ class DecodeLinks:
             case _:
                 pass
         news.lost = self.links.take_lost()
+        self._staged.difference_update(news.lost)
         news.actions += [CloseKv(peer) for peer in news.lost]
         return news
+
+    def _reachable(self, staging: tuple[str, ...]) -> str:
+        places = [place for place in staging if self.staging_host and place.startswith(self.staging_host)]
+        return places[0] if places else ""
 
     def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float, news: News) -> None:
         if isinstance(message, Welcome):
             news.actions += self.links.on_welcome(endpoint, sender, message, now)
             if self.is_up(sender) and message.kv_endpoints:
-                news.actions.append(OpenKv(sender, message.kv_endpoints[0]))
+                staging = self._reachable(message.staging)
+                if staging:
+                    self._staged.add(sender)
+                news.actions.append(OpenKv(sender, message.kv_endpoints[0], staging))
                 news.up.append(sender)
             return
         if isinstance(message, HelloRefused):
@@ -105,24 +120,25 @@ class DecodeLinks:
     def dispatch(self, sender: HandoverSender, message: Answer, now: float) -> list[Action]:
         """Give a decode node's answer to the hand-over that it concerns."""
         match message:
-            case Granted(key=key, first_token=first_token):
-                actions = sender.on_granted(key, first_token, now)
-                return self.unwanted(message) if actions is None else actions
+            case Granted(key=key, first_token=first_token, slots=slots):
+                actions = sender.on_granted(key, first_token, now, slots)
+                return self.unwanted(message, sender) if actions is None else actions
             case Queued(key=key):
                 sender.on_queued(key, now)
                 return []
             case Refused(key=key, reason=reason) | CommitRefused(key=key, reason=reason):
                 return sender.on_refused(key, reason, now)
             case Revoke(key=key):
-                return sender.on_refused(key, "revoked", now) or self.unwanted(message)
+                return sender.on_refused(key, "revoked", now) or self.unwanted(message, sender)
             case Committed():
                 return sender.on_committed(message, now)
 
-    def unwanted(self, message: Answer) -> list[Action]:
+    def unwanted(self, message: Answer, sender: HandoverSender | None = None) -> list[Action]:
         """An answer that nobody waits for: room that was granted is given back."""
-        if isinstance(message, Granted | Revoke):
-            return [Send(message.key.decode, Abort(key=message.key))]
-        return []
+        if not isinstance(message, Granted | Revoke):
+            return []
+        stopped = sender is None or not sender.may_write(message.key)
+        return [Send(message.key.decode, Abort(key=message.key, stopped=stopped))]
 
     def beats(self, senders: Iterable[HandoverSender], transfer_no: int) -> list[Action]:
         """The list of what is wanted, one for each live decode node."""

@@ -124,11 +124,12 @@ class Ferry:
         return HandoverSender(
             me=self.me,
             reserve=reserve,
-            candidates=[c for c in message.candidates if c.incarnation != self.me and self.decodes.may_live(c)],
+            candidates=[candidate for candidate in message.candidates if candidate.incarnation != self.me],
             shape=self.shape,
             timers=self.timers,
             limits=self.limits,
             new_transfer_no=self._new_transfer_no,
+            peers=self.decodes,
             deadline=job.deadline - self.timers.deadline_grace_s,
             accepted_at=job.spec.accepted_at,
         )
@@ -190,9 +191,9 @@ class Ferry:
         actions: list[Action] = []
         match event:
             case PieceSent(key, number):
-                job.sender.on_sent(key, number)
+                actions = job.sender.on_sent(key, number, now)
             case PiecesStopped(key):
-                job.sender.on_stopped(key)
+                actions = job.sender.on_stopped(key)
             case KvSendFailed(key, _):
                 actions = job.sender.on_send_failed(key, now)
         actions = self.follow(job, actions, now)

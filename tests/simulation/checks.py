@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 
 from common.errors import GenerationError, OverloadedError, UnavailableError
+from common.state.staging_slots import StagingSlots
+from decode_node.core.leg import DecodeLeg
 from ops.simulate.model import EOS_TOKEN_ID, undisturbed
+from ops.simulate.node import SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import Stream
 from ops.simulate.world import World
@@ -152,11 +155,28 @@ def judge_quiet(world: World) -> str | None:
             return f"{node.host} holds {node.pool.num_held} blocks"
         if node.kv_receiver.expected:
             return f"{node.host} expects pieces of {len(node.kv_receiver.expected)} hand-overs"
+        for staging in staging_slots(node):
+            if staging.num_granted:
+                return f"{node.host} has {staging.num_granted} staging slots that may be written"
     for worker in world.workers.values():
         if worker.alive and not worker.core.is_quiescent():
             return f"{worker.host} has {len(worker.core.requests)} requests"
         if worker.alive and len(worker.core.links.links) > len(world.nodes):
             return f"{worker.host} has {len(worker.core.links.links)} links"
+    return None
+
+
+def staging_slots(node: SimNode) -> list[StagingSlots]:
+    """Of its decode leg, if it has one."""
+    return [leg.staging for leg in node.core.legs if isinstance(leg, DecodeLeg)]
+
+
+def judge_rested(world: World) -> str | None:
+    """Which staging slots are not free, when none can be written any more."""
+    for node in world.nodes.values():
+        for staging in staging_slots(node) if node.alive else ():
+            if staging.num_granted or staging.num_quarantined:
+                return f"{node.host}: {staging.num_granted} staging slots granted, {staging.num_quarantined} resting"
     return None
 
 

@@ -36,12 +36,19 @@ def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None 
         for name in SWARM_FIELDS:
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
-    return _Drawer(rng, profile).plan(seed, profile_name, counts)
+    # Apart, so that what else is drawn does not depend on it.
+    one_sided = random.Random(f"one-sided {profile_name}:{seed}")
+    return _Drawer(rng, profile, one_sided).plan(seed, profile_name, counts)
 
 
 class _Drawer:
-    def __init__(self, rng: random.Random, profile: Profile) -> None:
+    def __init__(self, rng: random.Random, profile: Profile, one_sided: random.Random) -> None:
         self.rng = rng
+        self.one_sided = one_sided.random() < profile.one_sided
+        self.staging_slots = one_sided.choice((2, 3, 6, 12)) if self.one_sided else 0
+        self.slots_per_transfer = one_sided.choice((1, 2, 4))
+        self.late_share = one_sided.choice((0.0, 0.2, 0.7)) if self.one_sided else 0.0
+        self.unconfirmed_share = one_sided.choice((0.0, 0.03, 0.2)) if self.one_sided else 0.0
         self.profile = profile
         self.full = rng.random() < profile.full
         self.preemption = rng.random() < profile.preemption
@@ -86,6 +93,8 @@ class _Drawer:
             self._delays(),
             rng.random() < 0.5,
             rng.choice((0.02, 0.2)) if rng.random() < profile.damaged else 0.0,
+            self.late_share,
+            self.unconfirmed_share,
             rng.choice((0.001, 0.01, 0.05)) if profile.delays else 0.001,
             tuple(sorted(deeds, key=lambda deed: deed.at)),
             strangers,
@@ -97,11 +106,13 @@ class _Drawer:
             piece_target_bytes=rng.choice((1024, 4096, 16384)),
             transfers_per_peer=rng.choice((1, 4)),
             replan_tokens=REPLAN_TOKENS,
+            slots_per_transfer=self.slots_per_transfer,
         )
         if self.overload:
             return Limits(
                 piece_target_bytes=changed.piece_target_bytes,
                 transfers_per_peer=changed.transfers_per_peer,
+                slots_per_transfer=self.slots_per_transfer,
                 queued_requests=rng.choice((2, 4)),
                 queued_tokens=rng.choice((60, 200)),
                 queued_reservations=rng.choice((1, 3)),
@@ -120,6 +131,7 @@ class _Drawer:
             blocks = rng.choice((20, 24, 30))
         return NodeSpec(
             name=f"{role[0].upper()}{number}",
+            staging_slots=self.staging_slots,
             roles=("prefill", "decode") if both else (role,),
             num_blocks=blocks,
             timers=TIMERS,

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ops.simulate.kv_network import SEND_TIMEOUT_S
 from ops.simulate.node import NodeSpec, SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker
@@ -87,6 +88,13 @@ class Faults:
             case Ask() | Leave():
                 raise TypeError(f"{deed} is no fault")
 
+    def end_late_writes(self) -> None:
+        """From here on one-sided writes land at once and are confirmed; earlier ones may be under way for a while."""
+        kv = self.world.kv
+        if kv.late_share + kv.unconfirmed_share > 0:
+            kv.late_share = kv.unconfirmed_share = 0.0
+            self._later(SEND_TIMEOUT_S)
+
     def restart(self, process: Process) -> None:
         """A new life at the same address, unless there is one or the old one lives."""
         latest = self.world.workers.get(process.host) or self.world.nodes.get(process.host)
@@ -103,6 +111,9 @@ class Faults:
             "message held by a cut": network.num_held,
             "piece lost": kv.num_lost,
             "piece damaged": kv.num_damaged,
+            "one-sided write": kv.num_writes,
+            "one-sided write after its hand-over": kv.num_late,
+            "one-sided write without confirmation": kv.num_unconfirmed,
         }
         return self.counts + Counter(own)
 
@@ -128,7 +139,9 @@ class Faults:
         if process is not None and not process.frozen:
             self.counts["freeze and thaw"] += 1
             process.freeze()
-            loop.after(self.notice_s - duration_s, self.check_notice, process)
+            notice_s = self.notice_s - duration_s
+            if notice_s < duration_s:  # else it has thawed, and may even be frozen again, by then
+                loop.after(notice_s, self.check_notice, process)
             self._later(duration_s)
             loop.after(duration_s, process.thaw)
 

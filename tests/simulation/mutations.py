@@ -11,16 +11,22 @@ from types import ModuleType
 
 import msgspec
 
+from common.ids import Incarnation, TransferKey
+from common.protocol.messages import Abort, Piece
+from common.state.actions import Action, Send
 from common.state.clients import Client, ClientTable
 from common.state.handover_receive import PieceLedger
 from common.state.handover_send import HandoverSender
 from common.state.handover_send_table import SendState
 from common.state.links import LinkTable
 from common.state.node_core import NodeCore
+from common.state.staging_slots import StagingSlots
 from decode_node.core.entries import EntryTable
 from decode_node.core.leg import DecodeLeg
 from decode_node.core.reservations import Reservations
 from decode_node.core.takeover import Takeover
+from ops.simulate.kv_link import KvSender
+from ops.simulate.kv_receiver import KvReceiver
 from prefill_node.core import reports
 from prefill_node.core.ferry import Ferry
 from prefill_node.core.jobs import JobTable
@@ -201,8 +207,8 @@ def _no_age(right: Patched) -> Patched:
 
 
 def _any_generation(right: Patched) -> Patched:
-    def on_granted(self: HandoverSender, key: object, first_token: int, now: float) -> object:
-        return right(self, self.key or key, first_token, now)
+    def on_granted(self: HandoverSender, key: object, first_token: int, now: float, slots: object = ()) -> object:
+        return right(self, self.key or key, first_token, now, slots)
 
     return on_granted
 
@@ -230,6 +236,79 @@ def _never(_: Patched) -> Patched:
     return lambda *arguments, **named: False
 
 
+def _reuse_at_once(right: Patched) -> Patched:
+    def release(self: StagingSlots, key: TransferKey, now: float, *, confirmed: bool) -> object:
+        return right(self, key, now, confirmed=True)
+
+    return release
+
+
+def _no_rest(right: Patched) -> Patched:
+    def on_session_closed(self: StagingSlots, peer: Incarnation, now: float) -> object:
+        return right(self, peer, now - 2 * self.timers.quarantine_s)
+
+    return on_session_closed
+
+
+def _session_unasked(right: Patched) -> Patched:
+    def tick(self: StagingSlots, is_client: Callable[[Incarnation], bool], now: float) -> object:
+        for quarantine in self._quarantined.values():
+            quarantine.closed_at = quarantine.closed_at or now - 2 * self.timers.quarantine_s
+        return right(self, is_client, now)
+
+    return tick
+
+
+def _name_at_once(right: Patched) -> Patched:
+    def begin(self: KvSender, receiver: object, piece: Piece, table: object, values: object) -> None:
+        right(self, receiver, piece, table, values)
+        self._send_message(self._peers[piece.key.decode], receiver, piece, [])  # type: ignore[arg-type]
+
+    return begin
+
+
+def _write_blocks(right: Patched) -> Patched:
+    tables: dict[tuple[Incarnation, TransferKey], tuple[int, ...]] = {}
+
+    def write_slot(self: KvReceiver, piece: Piece, values: list[list[int]]) -> None:
+        expected = self.expected.get(piece.key)
+        if expected is not None:
+            tables[self.incarnation, piece.key] = expected.table
+        table = tables.get((self.incarnation, piece.key))
+        for layer, row in enumerate(values if table is not None else [], piece.layer_start):
+            self.store.write(layer, table, piece.token_start, row)  # type: ignore[arg-type]
+        right(self, piece, values)
+
+    return write_slot
+
+
+def _credit_first(right: Patched) -> Patched:
+    def arrive(self: KvReceiver, piece: Piece, values: object, damaged: bool, credit: Callable[[], None]) -> None:
+        credit()
+        right(self, piece, values, damaged, lambda: None)
+
+    return arrive
+
+
+def _always_stopped(right: Patched) -> Patched:
+    def withdraw(self: HandoverSender) -> list[Action]:
+        return [
+            Send(action.peer, msgspec.structs.replace(action.message, stopped=True))
+            if isinstance(action, Send) and isinstance(action.message, Abort)
+            else action
+            for action in right(self)  # type: ignore[attr-defined]
+        ]
+
+    return withdraw
+
+
+def _into_slots_again(right: Patched) -> Patched:
+    def give(self: HandoverSender, piece: Piece, slots: tuple[int, ...]) -> object:
+        return right(self, piece, self._slots)
+
+    return give
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation("worker lists free nothing on decode", "13", DecodeLeg, "on_list", _nothing, "leaving"),
     Mutation("worker lists free nothing on prefill", "13", PrefillLeg, "on_list", _nothing, "leaving"),
@@ -253,6 +332,18 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target, "partitions"),
     Mutation("blocks are not pinned while they are read", "21", JobTable, "sync_pin", _forget_pin),
     Mutation("writing goes on after blocks are freed", "26", EntryTable, "_end_sequence", _leave_writing),
+    Mutation("a slot is used again at once", "26", StagingSlots, "release", _reuse_at_once, "onesided"),
+    Mutation("a slot of a closed session does not rest", "26", StagingSlots, "on_session_closed", _no_rest, "onesided"),
+    Mutation("an open session is taken for closed", "26", StagingSlots, "tick", _session_unasked, "onesided"),
+    Mutation("slots that rest are asked for by nobody", "26", StagingSlots, "tick", _nothing, "onesided"),
+    Mutation("a piece names a slot that is not written yet", "26", KvSender, "_begin_write", _name_at_once, "onesided"),
+    Mutation("one-sided writes go into cache blocks", "26", KvReceiver, "write_slot", _write_blocks, "onesided"),
+    Mutation("a slot is credited before it is copied", "26", KvReceiver, "arrive", _credit_first, "onesided"),
+    Mutation(
+        "Abort says stopped and writes are under way", "26", HandoverSender, "_withdraw", _always_stopped, "onesided"
+    ),
+    Mutation("Commit goes out before writes are confirmed", "24", HandoverSender, "_unconfirmed", _never, "onesided"),
+    Mutation("after the Commit slots are written again", "26", HandoverSender, "_give", _into_slots_again, "onesided"),
     Mutation("a damaged piece counts as there", "25", Takeover, "on_damaged", _count_damaged, "damage"),
     Mutation("a damaged piece is never asked for", "25", Takeover, "_ask_again", _nothing, "damage"),
     Mutation("no piece is ever missing", "25", PieceLedger, "missing", lambda _: lambda *a: ()),

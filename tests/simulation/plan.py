@@ -127,6 +127,9 @@ class Plan(msgspec.Struct, frozen=True):
     delays: Delays
     static: bool
     damaged_share: float
+    late_share: float
+    """Of one-sided writes, until the last deed."""
+    unconfirmed_share: float
     piece_delay_s: float
     """A piece is under way between this long and twice as long."""
     deeds: tuple[Deed, ...] = ()
@@ -136,7 +139,8 @@ class Plan(msgspec.Struct, frozen=True):
     @property
     def troubled(self) -> bool:
         """Whether anything but asking, leaving and delay happens."""
-        return self.damaged_share > 0 or any(not isinstance(deed, Ask | Leave) for deed in self.deeds)
+        shares = self.damaged_share + self.late_share + self.unconfirmed_share
+        return shares > 0 or any(not isinstance(deed, Ask | Leave) for deed in self.deeds)
 
     def save(self, path: Path) -> None:
         """Write it to a file."""

@@ -41,6 +41,8 @@ class Profile:
     """Steps are so slow and short that prompts wait for one another."""
     strangers: float = 0.0
     """Share of schedules with a node that fits no other one."""
+    one_sided: float = 0.0
+    """Share of schedules in which KV is written into staging slots, late and unnoticed at times."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -64,6 +66,18 @@ PROFILES: dict[str, Profile] = {
     "stalls": Profile(delays=True, leaving=0.2, stalls=2),
     "strangers": Profile(delays=True, crashes=0.5, blips=1, strangers=1.0),
     "damage": Profile(delays=True, damaged=1.0),
+    "onesided": Profile(
+        requests=30,
+        span_s=8.0,
+        delays=True,
+        leaving=0.4,
+        damaged=0.5,
+        blips=3,
+        partitions=0.5,
+        crashes=3,
+        freezes=1,
+        one_sided=1.0,
+    ),
 }
 PROFILES["all"] = Profile(
     requests=10,
@@ -86,6 +100,7 @@ PROFILES["all"] = Profile(
     both=0.1,
     mixed=0.1,
     strangers=0.15,
+    one_sided=0.3,
     swarm=True,
 )
 PROFILES["quick"] = replace(PROFILES["all"], requests=5, span_s=2.0)

@@ -10,7 +10,7 @@ from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
 from ops.simulate.world import World
 from router.api import StreamEvent
-from tests.simulation.checks import StreamJudge, Violation, judge_notice, judge_quiet
+from tests.simulation.checks import StreamJudge, Violation, judge_notice, judge_quiet, judge_rested
 from tests.simulation.faults import POLL_S, Faults
 from tests.simulation.plan import Ask, Deed, Leave, Plan
 from tests.simulation.watch import Watch
@@ -49,6 +49,8 @@ class Run:
             on_new_process=self._new_process,
         )
         self.world.kv.damaged_share = self.plan.damaged_share
+        self.world.kv.late_share = self.plan.late_share
+        self.world.kv.unconfirmed_share = self.plan.unconfirmed_share
         self.world.kv.base_delay_s = self.world.kv.jitter_s = self.plan.piece_delay_s
         self.faults = Faults(self.plan, self.world, self._check_notice)
         self.faults.strangers |= self.plan.strangers
@@ -66,11 +68,13 @@ class Run:
             loop.at(deed.at, self._do, deed)
         last = max((deed.at for deed in self.plan.deeds), default=0.0)
         loop.run_until(last)
+        self.faults.end_late_writes()
         self._run_to_calm()
         loop.run_until(max(loop.now(), self.faults.calm_at) + RECOVERY_S)
         self._probe_all()
         self._run_to_end()
         self._run_to_quiet()
+        self._run_to_rested()
         return self.counts
 
     # -- deeds
@@ -171,6 +175,16 @@ class Run:
         self.counts[f"quiet after {loop.now() - since:.2f} s"] += 1
         for process in self.world.processes():
             process.check_invariants()
+
+    def _run_to_rested(self) -> None:
+        """Staging slots of senders that died may rest longer than anything else is held."""
+        loop, timers = self.world.loop, self.plan.workers[0].timers
+        until = loop.now() + timers.client_silent_s + timers.quarantine_s + QUIET_S
+        while judge_rested(self.world) is not None and loop.now() < until:
+            loop.run_until(loop.now() + POLL_S)
+        complaint = judge_rested(self.world)
+        if complaint is not None:
+            raise Violation(complaint)
 
 
 def run_plan(

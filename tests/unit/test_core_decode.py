@@ -55,11 +55,21 @@ class Bench:
         self.worker.take(Beat(beat_no=self.worker.beat_no + 1, as_of=as_of, entries=entries), now)
         return self.done(self.leg.on_list(self.worker, now), now)
 
-    def reserve(self, now: float = 0.1, *, plan_no: int = 1, key: TransferKey | None = None, priority: int = 3):
-        message = self.message(key or self.key(), plan_no=plan_no, priority=priority)
+    def reserve(
+        self,
+        now: float = 0.1,
+        *,
+        plan_no: int = 1,
+        key: TransferKey | None = None,
+        priority: int = 3,
+        staged: bool = False,
+    ):
+        message = self.message(key or self.key(), plan_no=plan_no, priority=priority, staged=staged)
         return self.done(self.leg.on_message(self.prefill, message, now), now)
 
-    def message(self, key: TransferKey, *, plan_no: int = 1, prompt: int = 6, priority: int = 3) -> Reserve:
+    def message(
+        self, key: TransferKey, *, plan_no: int = 1, prompt: int = 6, priority: int = 3, staged: bool = False
+    ) -> Reserve:
         return Reserve(
             key=key,
             transfer_no=1,
@@ -71,6 +81,7 @@ class Bench:
             priority=priority,
             remaining_ms=60_000,
             waited_ms=0,
+            staged=staged,
         )
 
     def commit(self, now: float = 0.2, pieces: int = 2):

@@ -1,6 +1,7 @@
 """The prefill node's end of a hand-over, by itself."""
 
 from array import array
+from dataclasses import dataclass, field
 
 from common.config.protocol import Limits, Timers
 from common.ids import Incarnation, RequestId, TransferKey
@@ -13,6 +14,19 @@ from common.state.piece_plan import KvShape
 
 ME, FIRST, SECOND = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 TOKEN = NextToken(token_id=5, index=0, num_tokens=6, cached_tokens=0)
+
+
+@dataclass
+class Peers:
+    """Every candidate may live, and can be written one-sided, unless it is named here."""
+
+    dead: set[Incarnation] = field(default_factory=set)
+
+    def may_live(self, candidate: Candidate) -> bool:
+        return candidate.incarnation not in self.dead
+
+    def can_stage(self, peer: Incarnation) -> bool:
+        return True
 
 
 def make_sender(num_layers: int = 2) -> HandoverSender:
@@ -37,6 +51,7 @@ def make_sender(num_layers: int = 2) -> HandoverSender:
         timers=Timers(),
         limits=Limits(piece_target_bytes=1024),
         new_transfer_no=lambda: next(numbers),
+        peers=Peers(),
         deadline=60.0,
         accepted_at=0.0,
     )
@@ -144,3 +159,78 @@ def test_no_candidate_left_is_no_room():
     sender.tick(2.2, target_up=True)
     assert (sender.state, sender.failure) == (SendState.FAILED, "no_room")
     sender.check_invariants()
+
+
+# -- staging slots
+
+
+def staged(layers: int = 2) -> HandoverSender:
+    sender = make_sender(layers)
+    sender.ask(0.0)
+    sender.on_granted(key_of(sender), 0, 0.1, slots=(3, 4))
+    sender.give_slot(0.1)
+    return sender
+
+
+def test_reserve_says_whether_staging_slots_can_be_written():
+    sender = make_sender()
+    (reserve,) = messages(sender.ask(0.0), Reserve)
+    assert reserve.staged
+
+
+def test_with_staging_slots_the_commit_waits_for_the_confirmation_of_every_write():
+    sender = staged()
+    given = sender.progress(0, 6, 2, 0.2)
+    assert [action.slots for action in given if isinstance(action, SendPiece)] == [(3, 4), (3, 4)]
+    assert messages(sender.token_known(TOKEN, 0.3), Commit) == []
+    assert messages(sender.on_sent(key_of(sender), 0, 0.4), Commit) == []
+    assert messages(sender.on_sent(key_of(sender), 1, 0.5), Commit)[0].num_pieces == 2
+    sender.check_invariants()
+
+
+def test_a_piece_that_is_asked_for_after_the_commit_goes_into_no_slot():
+    sender = staged()
+    sender.progress(0, 6, 2, 0.2)
+    sender.token_known(TOKEN, 0.3)
+    for number in (0, 1):
+        sender.on_sent(key_of(sender), number, 0.4)
+    again = sender.on_committed(Committed(key=key_of(sender), complete=False, missing=(1,)), 0.5)
+    assert [(action.piece.number, action.slots) for action in again if isinstance(action, SendPiece)] == [(1, ())]
+    assert messages(sender.on_sent(key_of(sender), 1, 0.6), Commit) == []
+
+
+def test_abort_says_stopped_only_when_no_write_is_under_way():
+    sender = staged()
+    sender.progress(0, 6, 2, 0.2)
+    old = key_of(sender)
+    actions = sender.on_send_failed(old, 5.0)
+    assert messages(actions, Abort) == [Abort(key=old, stopped=False)]
+    assert StopPieces(old) in actions
+    sender.check_invariants()
+    assert sender.may_write(old)
+    assert messages(sender.on_stopped(old), Abort) == [Abort(key=old, stopped=True)]
+    assert not sender.may_write(old)
+    assert sender.on_stopped(old) == []
+
+
+def test_the_last_confirmation_of_what_was_given_up_says_stopped_too():
+    sender = staged()
+    sender.progress(0, 6, 2, 0.2)
+    old = key_of(sender)
+    sender.abort(0.3)
+    assert sender.on_sent(old, 0, 0.4) == []
+    assert messages(sender.on_sent(old, 1, 0.5), Abort) == [Abort(key=old, stopped=True)]
+
+
+def test_what_is_given_up_with_nothing_under_way_has_stopped():
+    sender = staged()
+    assert messages(sender.abort(0.3), Abort) == [Abort(key=key_of(sender), stopped=True)]
+
+
+def test_a_candidate_that_died_meanwhile_is_not_asked():
+    sender = granted(make_sender())
+    peers = sender.peers
+    assert isinstance(peers, Peers)
+    peers.dead.add(SECOND)
+    assert messages(sender.on_refused(key_of(sender), "full", 0.3), Reserve) == []
+    assert (sender.state, sender.failure) == (SendState.FAILED, "no_room")
