@@ -4,8 +4,8 @@ The hand-over's state machine decides what is sent, expected and given up; a mov
 of them, by events of `common.state.events` that it posts from threads of its own. No call here waits for a peer.
 
 Two kinds fit behind it. A two-sided one (`zmq`) checks each piece where it arrives, before any block is touched. A
-one-sided one (`shm`, `mooncake`) writes into staging slots of the receiver, never into blocks; which slot is whose it
-settles with its own peer over the KV link (Piece with a slot, Credit), and the receiver copies from there.
+one-sided one writes into staging slots of the receiver, never into blocks; Granted says which are whose, a Piece names
+the one that was written, and the receiver copies from there.
 """
 
 from collections.abc import Callable, Sequence

@@ -72,6 +72,7 @@ class PrefillBench:
         eos_token_ids: frozenset[int] = frozenset(),
         unsplit: bool = False,
         max_step_tokens: int = 64,
+        staging_host: str = "",
     ) -> None:
         self.timers, self.limits = Timers(), limits or Limits()
         self.pool = BlockPool(num_blocks, 4, "m")
@@ -89,7 +90,9 @@ class PrefillBench:
             timers=self.timers,
             limits=self.limits,
             shape=KvShape(LAYERS, 1024),
-            decodes=DecodeLinks(LinkTable(Hello(kind="prefill", name="p", compatibility=COMPATIBILITY), self.timers)),
+            decodes=DecodeLinks(
+                LinkTable(Hello(kind="prefill", name="p", compatibility=COMPATIBILITY), self.timers), staging_host
+            ),
             num_blocks=num_blocks,
             block_size=4,
             here=self.decode if unsplit else None,
@@ -189,20 +192,26 @@ class PrefillBench:
 
     # -- decode nodes
 
-    def link_up(self, now: float = 0.1) -> list[Action]:
-        """Both decode nodes are known and up."""
+    def link_up(self, now: float = 0.1, staging: tuple[str, ...] = ()) -> list[Action]:
+        """Both decode nodes are known and up, and have their staging slots there."""
         actions: list[Action] = []
         for index, decode in enumerate(DECODES):
             self.leg.decodes.links.add(f"d{index}", now)
             welcome = Welcome(
-                name=f"d{index}", roles=("decode",), model=MODEL, compatibility=COMPATIBILITY, kv_endpoints=("kv",)
+                name=f"d{index}",
+                roles=("decode",),
+                model=MODEL,
+                compatibility=COMPATIBILITY,
+                kv_endpoints=("kv",),
+                staging=staging,
             )
             actions += self.hear(decode, welcome, now)
         return actions
 
-    def grant(self, reserve: Reserve, now: float, first_token: int = 0) -> list[Action]:
+    def grant(self, reserve: Reserve, now: float, first_token: int = 0, slots: tuple[int, ...] = ()) -> list[Action]:
         """The node that was asked keeps room."""
-        return self.hear(reserve.key.decode, Granted(key=reserve.key, first_token=first_token), now)
+        granted = Granted(key=reserve.key, first_token=first_token, slots=slots)
+        return self.hear(reserve.key.decode, granted, now)
 
     def committed(self, key: TransferKey, now: float, *, complete: bool = True) -> list[Action]:
         """The decode node owns it."""

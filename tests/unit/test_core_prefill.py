@@ -503,3 +503,36 @@ def test_workers_are_not_compared_but_prefill_nodes_are(bench):
     old = replace(hello, kind="worker", compatibility=None, protocol_version=0)
     assert said(bench.tell(stranger, old, 0.2), HelloRefused)[0].reason == "protocol_version: 1 != 0"
     assert stranger not in bench.core.clients.clients
+
+
+# -- staging slots
+
+
+def test_staging_slots_are_used_where_they_can_be_reached():
+    bench = PrefillBench(staging_host="shm://here/")
+    opened = [a for a in bench.link_up(staging=("shm://there/1", "shm://here/2")) if isinstance(a, OpenKv)]
+    assert {action.staging for action in opened} == {"shm://here/2"}
+    assert said(bench.job(), Reserve)[0].staged
+
+
+@pytest.mark.parametrize(("own", "theirs"), [("", ("shm://here/2",)), ("shm://here/", ("shm://there/1",))])
+def test_staging_slots_that_cannot_be_reached_are_not_asked_for(own, theirs):
+    bench = PrefillBench(staging_host=own)
+    opened = [action for action in bench.link_up(staging=theirs) if isinstance(action, OpenKv)]
+    assert {action.staging for action in opened} == {""}
+    assert not said(bench.job(), Reserve)[0].staged
+
+
+def test_a_node_that_asks_whether_writing_has_stopped_is_told_the_truth():
+    """Rule 26: Revoke is said again until it has."""
+    bench = PrefillBench(staging_host="shm://")
+    bench.link_up(staging=("shm://here/2",))
+    reserve = said(bench.job(), Reserve)[0]
+    bench.grant(reserve, 0.2, slots=(0, 1))
+    bench.step(0.3)
+    revoke = Revoke(key=reserve.key, reason="staging slots")
+    first = bench.hear(DECODES[0], revoke, 0.4)
+    assert said(first, Abort) == [Abort(key=reserve.key, stopped=False)]
+    assert said(bench.hear(DECODES[0], revoke, 0.9), Abort) == [Abort(key=reserve.key, stopped=False)]
+    assert said(bench.stopped(first, 1.0), Abort) == [Abort(key=reserve.key)]
+    assert said(bench.hear(DECODES[0], revoke, 1.4), Abort) == [Abort(key=reserve.key)]
