@@ -2,23 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from common.config.schema import ClusterConfig
+from common.config.schema import ClusterConfig, Role
 
 if TYPE_CHECKING:
     from router.http.shell import AsgiShell
 
 
-def run_prefill(config: ClusterConfig) -> int:
-    """Serve a prefill node until told to end; the exit code."""
-    from prefill_node.main import run
-
-    return run(config)
-
-
-def run_decode(config: ClusterConfig) -> int:
-    """Serve a decode node until told to end; the exit code."""
-    from decode_node.main import run
-
+def run_role(config: ClusterConfig, role: Role) -> int:
+    """Serve a node of this role until told to end; the exit code."""
+    match role:
+        case "prefill":
+            from prefill_node.main import run
+        case "decode":
+            from decode_node.main import run
+        case "unsplit":
+            from ops.unsplit_node import run
     return run(config)
 
 

@@ -19,9 +19,9 @@ _HEAD = """\
 
 Made from the docstrings in `common/config` by `python -m ops.docs_config`; change those, not this page.
 
-One TOML file describes a cluster: `kvferry serve|router|prefill|decode --config cluster.toml`. A key that is left out
-has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may be
-repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` shows the whole
+One TOML file describes a cluster: `kvferry serve|router|prefill|decode|unsplit --config cluster.toml`. A key that is
+left out has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may
+be repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` shows the whole
 result as a file that can be used again. Unknown keys and wrong types are refused, with the nearest key that exists.
 
 Units are in the names: `_s` are seconds, `_bytes` bytes, `_share` a part from 0 to 1.

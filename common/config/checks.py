@@ -11,7 +11,8 @@ import msgspec
 
 from common.config.endpoints import Endpoint, parse_endpoint
 from common.config.protocol import Limits, Timers
-from common.config.schema import ClusterConfig, RoleConfig
+from common.config.resolve import node_counts
+from common.config.schema import ROLES, ClusterConfig, RoleConfig
 from common.errors import ConfigError
 
 _MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s"}
@@ -35,8 +36,9 @@ def check_config(config: ClusterConfig) -> None:
     _check_limits(config.limits)
     if config.serve.restart_min_s > config.serve.restart_max_s:
         raise ConfigError("serve.restart_min_s: must not be above serve.restart_max_s")
-    for role in ("prefill", "decode"):
-        _check_role(role, config.prefill if role == "prefill" else config.decode, config)
+    _check_counts(config)
+    for role in ROLES:
+        _check_role(role, config.role(role), config)
     _check_discovery(config)
     _check_security(config)
 
@@ -77,6 +79,13 @@ def _check_limits(limits: Limits) -> None:
         raise ConfigError("limits.piece_target_bytes: must not be above limits.piece_max_bytes")
     if limits.transfers_per_peer > limits.transfers_per_node:
         raise ConfigError("limits.transfers_per_peer: must not be above limits.transfers_per_node")
+
+
+def _check_counts(config: ClusterConfig) -> None:
+    counts = node_counts(config)
+    for role in ("prefill", "decode"):
+        if counts[role] + counts["unsplit"] < 1:
+            raise ConfigError(f"serve.{role}: at least 1 without unsplit nodes (serve.unsplit), got {counts[role]}")
 
 
 def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:

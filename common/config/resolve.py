@@ -12,7 +12,7 @@ _KV_CACHE_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What one node runs with. The keys are those of [node], [prefill] and [decode]."""
+    """What one node runs with. The keys are those of [node], [prefill], [decode] and [unsplit]."""
 
     role: Role
     name: str
@@ -68,7 +68,18 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
 
 def nodes_on_host(config: ClusterConfig) -> int:
     """How many nodes share a host."""
-    return config.node.nodes_on_host or config.serve.prefill + config.serve.decode
+    return config.node.nodes_on_host or sum(node_counts(config).values())
+
+
+def node_counts(config: ClusterConfig) -> dict[Role, int]:
+    """How many nodes of each role `kvferry serve` starts, in the order of their start."""
+    serve = config.serve
+    split = 0 if serve.unsplit else 1
+    return {
+        "prefill": split if serve.prefill is None else serve.prefill,
+        "decode": split if serve.decode is None else serve.decode,
+        "unsplit": serve.unsplit,
+    }
 
 
 def share_model_memory(config: ClusterConfig, host: HostFacts) -> int:

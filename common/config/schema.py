@@ -12,9 +12,12 @@ from msgspec import Meta
 from common.config.protocol import Limits, Timers
 
 Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Device = Literal["auto", "cpu", "cuda", "npu"]
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "unsplit"]
+"""What a node is started as; an unsplit node has both roles of the protocol."""
+ROLES: tuple[Role, ...] = ("prefill", "decode", "unsplit")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +91,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What holds for every node; [prefill] and [decode] may say otherwise for one role."""
+    """What holds for every node; [prefill], [decode] and [unsplit] may say otherwise for one role."""
 
     max_model_len: Annotated[int, Meta(ge=2)] = 2560
     """Most tokens of one request, prompt and output together; cut to what the model was made for."""
@@ -104,8 +107,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: Positive | None = None
     """Threads that a node computes with. Worked out: the cores divided by nodes_on_host, at least 1."""
     nodes_on_host: Positive | None = None
-    """How many nodes share a host. Worked out: serve.prefill + serve.decode. Set it to 1 where a node has its host
-    to itself."""
+    """How many nodes share a host. Worked out: serve.prefill + serve.decode + serve.unsplit. Set it to 1 where a node
+    has its host to itself."""
     max_step_tokens: Positive = 512
     """Tokens computed in one step, prefill chunks and decode tokens together: how finely a long prompt is cut."""
     max_running: Positive = 128
@@ -160,10 +163,12 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kvferry serve`: a whole cluster on this machine."""
 
-    prefill: Positive = 1
-    """Prefill nodes to start."""
-    decode: Positive = 1
-    """Decode nodes to start."""
+    prefill: Count | None = None
+    """Prefill nodes to start. Worked out: 1, or 0 where serve.unsplit is above 0."""
+    decode: Count | None = None
+    """Decode nodes to start. Worked out: 1, or 0 where serve.unsplit is above 0."""
+    unsplit: Count = 0
+    """Nodes to start that both compute prompts and generate: nothing is ferried for what such a node computes."""
     stop_bound_s: Seconds = 30.0
     """How long an orderly stop lets requests finish, per stage: router, then prefill, then decode. Caps
     timers.worker_drain_s and timers.node_drain_s."""
@@ -185,6 +190,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     node: NodeConfig = NodeConfig()
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
+    unsplit: RoleConfig = RoleConfig()
     log: LogConfig = LogConfig()
     serve: ServeConfig = ServeConfig()
     timers: Timers = Timers()
@@ -192,7 +198,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def role(self, role: Role) -> RoleConfig:
         """The section of one role."""
-        return self.prefill if role == "prefill" else self.decode
+        return {"prefill": self.prefill, "decode": self.decode, "unsplit": self.unsplit}[role]
 
 
 def section_types() -> dict[str, type[msgspec.Struct]]:

@@ -17,7 +17,7 @@ from common.kv_transfer.interface import KvMover
 from common.node.engine_thread import EngineThread
 from common.node.journal import Journal
 from common.node.poll_watcher import PollWatcher
-from common.protocol.messages import Envelope, Message
+from common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
 from common.protocol.wire import decode, encode
 from common.state.actions import (
     Action,
@@ -242,7 +242,7 @@ class NodeShell:
 
     def _send(self, peer: Incarnation, message: Message) -> None:
         self._journal.sent(peer, message)
-        if self._links.reaches(peer):
+        if isinstance(message, CLIENT_SPEAKS):
             self._links.send(peer, message)
             return
         try:

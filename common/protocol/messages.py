@@ -66,7 +66,8 @@ class Announce(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 1
     name: str
-    role: Role
+    role: Role | Literal["unsplit"]
+    """What it was started as; `unsplit` has both roles. Welcome has the word that counts."""
     model: str
     endpoint: str
 
@@ -404,6 +405,11 @@ MESSAGE_TYPES: dict[int, type[Message]] = {
         Revoke, Tokens,
     )
 }  # fmt: skip
+
+
+CLIENT_SPEAKS = (Hello, Beat, Job, Cancel, Reserve, Commit, Abort)
+"""What the client of a link says; everything else is said by its node. Two nodes with both roles are one another's
+clients, so the peer alone does not tell which way a message goes."""
 
 
 class Envelope(msgspec.Struct, frozen=True):

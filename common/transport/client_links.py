@@ -122,10 +122,6 @@ class ClientLinks:
         self._unbind(endpoint)
         self._endpoint_of[peer] = endpoint
 
-    def reaches(self, peer: Incarnation) -> bool:
-        """Whether a link is bound to this life."""
-        return peer in self._endpoint_of
-
     def send(self, peer: Incarnation, message: Message) -> None:
         """Send to a life; lost when there is no link to it."""
         found = self._open.get(self._endpoint_of.get(peer, ""))

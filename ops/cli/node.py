@@ -1,22 +1,25 @@
-"""`kvferry prefill` and `kvferry decode`: one node, in this process."""
+"""`kvferry prefill`, `kvferry decode` and `kvferry unsplit`: one node, in this process."""
 
 import argparse
 import os
 
 from common.config.host import probe_host
 from common.config.resolve import resolve_node
-from common.config.schema import Role
+from common.config.schema import ROLES, Role
 from common.log import setup_logging
 from ops.cli.errors import DONE
 from ops.cli.options import add_config_options, printed, read_config
 
-_ROLES: tuple[Role, ...] = ("prefill", "decode")
-_HELP: dict[Role, str] = {"prefill": "start a node that computes prompts", "decode": "start a node that generates"}
+_HELP: dict[Role, str] = {
+    "prefill": "start a node that computes prompts",
+    "decode": "start a node that generates",
+    "unsplit": "start a node that does both",
+}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare both commands."""
-    for role in _ROLES:
+    """Declare the commands."""
+    for role in ROLES:
         parser = commands.add_parser(
             role, help=_HELP[role], description=f"{_HELP[role].capitalize()}. SIGTERM drains it."
         )
@@ -34,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
     set_thread_variables(resolve_node(config, role, probe_host()).threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-    from ops.compose import run_decode, run_prefill
+    from ops.compose import run_role
     from ops.model_choice import with_model
 
     config = with_model(config)
-    return run_prefill(config) if role == "prefill" else run_decode(config)
+    return run_role(config, role)
 
 
 def set_thread_variables(threads: int) -> None:

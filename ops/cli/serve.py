@@ -13,6 +13,7 @@ _FLAGS = {
     "model_name": ("model", "name"),
     "prefill": ("serve", "prefill"),
     "decode": ("serve", "decode"),
+    "unsplit": ("serve", "unsplit"),
     "workers": ("router", "workers"),
     "host": ("router", "host"),
     "port": ("router", "port"),
@@ -24,7 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Declare the command."""
     parser = commands.add_parser(
         "serve",
-        help="start router, prefill and decode nodes on this machine",
+        help="start router and nodes on this machine",
         description="Starts a whole cluster on this machine and prints `ready http://host:port model=NAME` when it "
         "serves. Ctrl-C stops it in order, a second one at once.",
     )
@@ -34,8 +35,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--model-name", metavar="NAME", help="its name in URLs; default: the file's or directory's name"
     )
-    parser.add_argument("--prefill", type=int, metavar="N", help="prefill nodes (1)")
-    parser.add_argument("--decode", type=int, metavar="M", help="decode nodes (1)")
+    parser.add_argument("--prefill", type=int, metavar="N", help="prefill nodes (1; 0 with --unsplit)")
+    parser.add_argument("--decode", type=int, metavar="M", help="decode nodes (1; 0 with --unsplit)")
+    parser.add_argument("--unsplit", type=int, metavar="U", help="nodes that do both (0)")
     parser.add_argument("--workers", type=int, metavar="W", help="gunicorn workers of the router (2)")
     parser.add_argument("--host", metavar="H", help="address to serve HTTP on (127.0.0.1)")
     parser.add_argument("--port", type=int, metavar="P", help="port to serve HTTP on (1025); 0 picks one")

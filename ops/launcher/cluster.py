@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from common.config.host import HostFacts
-from common.config.resolve import share_model_memory
+from common.config.resolve import node_counts, share_model_memory
 from common.config.schema import ClusterConfig, DiscoveryConfig, Role
 from ops.launcher.core import ChildPlan, Stage
 from ops.launcher.process import ChildSpec
@@ -22,7 +22,8 @@ CONFIG_ENV = "KVFERRY_CONFIG"
 _KILL_MARGIN_S = 5.0
 _PROXY_STOP_S = 5.0
 _IPC_PATH_CHARS = 100
-_STAGES: dict[Role, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE}
+_STAGES: dict[Role, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "unsplit": Stage.DECODE}
+"""An unsplit node stays while prefill nodes may still hand requests over to it."""
 
 
 def restart_limits(config: ClusterConfig) -> RestartLimits:
@@ -89,8 +90,8 @@ def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen
 
 def cluster_children(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> tuple[ChildSpec, ...]:
     """Everything of `kvferry serve`."""
-    nodes = [node_child(config, config_file, "prefill", index) for index in range(config.serve.prefill)]
-    nodes += [node_child(config, config_file, "decode", index) for index in range(config.serve.decode)]
+    counts = node_counts(config)
+    nodes = [node_child(config, config_file, role, index) for role in counts for index in range(counts[role])]
     return (*router_children(config, config_file, run_dir, listen_fd), *nodes)
 
 

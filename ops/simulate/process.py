@@ -9,16 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from common.ids import Incarnation
-from common.protocol.messages import Abort, Beat, Cancel, Commit, Envelope, Hello, Job, Message, Reserve
+from common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
 from common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
 from common.state.events import Event, Tick
 
 if TYPE_CHECKING:
     from ops.simulate.clock import EventLoop
     from ops.simulate.network import Network
-
-CLIENT_SPEAKS = (Hello, Beat, Job, Cancel, Reserve, Commit, Abort)
-"""What the client of a link says; everything else is said by its node."""
 
 
 class Process(ABC):

@@ -72,7 +72,7 @@ class Reports:
         request.decode_spoke = True
         if entry.error is not None:
             return self.requests.end(request, "error", GenerationError(entry.error), now, "generation failed")
-        request.cached_tokens = max(request.cached_tokens, entry.cached_tokens)
+        request.note_cached(entry.cached_tokens)
         return self._take(request, sender, entry.first_index, entry.token_ids, entry.finish, now)
 
     def _take(
@@ -113,7 +113,7 @@ class Reports:
         match message:
             case FirstToken() if from_prefill:
                 request.machine.move(RequestEvent.FIRST_TOKEN, now)
-                request.cached_tokens = max(request.cached_tokens, message.cached_tokens)
+                request.note_cached(message.cached_tokens)
                 return self._take(request, sender, message.index, (message.token_id,), message.finish, now)
             case HandedOver() if from_prefill and request.decode is None:
                 self.requests.own(request, RequestEvent.HANDED_OVER, message.decode, now)

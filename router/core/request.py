@@ -58,6 +58,7 @@ class Request:
     """Tokens came from it: it has every piece."""
     resend: bool = False
     cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared its first attempt."""
     finish: FinishReason | None = None
     finish_count: int | None = None
     """Number of output tokens at which the finish applies."""
@@ -98,6 +99,11 @@ class Request:
     def made_progress(self) -> bool:
         """The attempt went beyond the token that its prefill node drew: the decode node can run it."""
         return self.next_index > self.base_index + 1
+
+    def note_cached(self, cached_tokens: int) -> None:
+        """What a node says with tokens. A later attempt finds what the request itself has computed: that is no hit."""
+        if self.attempt == 1:
+            self.cached_tokens = cached_tokens
 
     def take(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...] | None:
         """Add what is new of a chunk. Returns the new ids, () when all are known, None when there is a gap before."""

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from common.clock import MonotonicClock
 from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
-from common.config.schema import Role, RouterConfig
+from common.config.schema import ROLES, Role, RouterConfig
 from common.device.base import Device
 from common.engine.kv_cache import bytes_per_token
 from common.models.load import LoadedModel
@@ -33,6 +33,7 @@ from common.state.leg import Leg
 from common.state.node_core import NodeCore
 from common.transport.context import TransportContext
 from decode_node.build import make_leg as make_decode_leg
+from ops.unsplit_node import make_legs as make_unsplit_legs
 from prefill_node.build import make_leg as make_prefill_leg
 from router.app import AppDependencies, create_app
 from router.http.metrics import RouterMetrics
@@ -43,7 +44,11 @@ from tests.support.keys import KeyRing
 from tests.support.pause import PausePoints
 
 _numbers = itertools.count()
-_MAKE_LEG: dict[Role, Callable[[LegContext], Leg]] = {"prefill": make_prefill_leg, "decode": make_decode_leg}
+_MAKE_LEGS: dict[Role, Callable[[LegContext], tuple[Leg, ...]]] = {
+    "prefill": lambda context: (make_prefill_leg(context),),
+    "decode": lambda context: (make_decode_leg(context),),
+    "unsplit": make_unsplit_legs,
+}
 MODEL = "tiny"
 
 
@@ -53,6 +58,7 @@ class ClusterOptions:
 
     prefill: int = 1
     decode: int = 1
+    unsplit: int = 0
     scheme: str = "inproc"
     block_size: int = 4
     num_blocks: int = 256
@@ -138,9 +144,8 @@ class Cluster:
     # -- life
 
     async def start(self) -> None:
-        counts: dict[Role, int] = {"prefill": self.options.prefill, "decode": self.options.decode}
-        for role, count in counts.items():
-            for index in range(count):
+        for role in ROLES:
+            for index in range(getattr(self.options, role)):
                 self.add_node(f"{role}-{index}", role)
         settings = ServiceSettings(
             name=f"worker-{self._number}",
@@ -169,8 +174,7 @@ class Cluster:
         around = Surroundings(
             self.node_context, self.clock, self.log, self.options.timers, self.options.limits, wrap_runner=pauses.wrap
         )
-        make_leg = _MAKE_LEG[role]
-        builder = NodeBuilder(self.loaded, self._device, settings, around, lambda context: (make_leg(context),))
+        builder = NodeBuilder(self.loaded, self._device, settings, around, _MAKE_LEGS[role])
         node = self.nodes[name] = NodeThread(name, role, builder.build(), pauses)
         node.start()
         return node

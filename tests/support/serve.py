@@ -27,7 +27,7 @@ START_S = 120.0
 STOP_S = 90.0
 POLL_S = 0.02
 _SHM = Path("/dev/shm")
-_NODE = re.compile(r'(?:prefill|decode)\.name="([^"]+)"')
+_NODE = re.compile(r'(?:prefill|decode|unsplit)\.name="([^"]+)"')
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class ServeOptions:
     """`--set` keys and values, over those of `arguments`."""
     program: tuple[str, ...] = ("ops.cli.main",)
     """The module that is run, and words before those of `arguments`."""
+    unsplit: int = 0
 
     def arguments(self) -> list[str]:
         """The command line behind `kvferry`."""
@@ -52,7 +53,8 @@ class ServeOptions:
             **self.settings,
         }
         words = ["serve", "--model", str(self.model), "--port", "0", "--dtype", "float32"]
-        words += ["--prefill", str(self.prefill), "--decode", str(self.decode), "--workers", str(self.workers)]
+        words += ["--prefill", str(self.prefill), "--decode", str(self.decode), "--unsplit", str(self.unsplit)]
+        words += ["--workers", str(self.workers)]
         for key, value in settings.items():
             words += ["--set", f"{key}={value}"]
         return words

@@ -184,6 +184,9 @@ def test_threads_and_kv_are_shared_by_the_nodes_of_a_host():
     assert settings.threads == 2
     assert settings.kv_cache_bytes is None
     assert settings.kv_cache_bytes_on_cpu == 1 << 30
+    mixed = resolve_node(load_set("serve.prefill=1", "serve.unsplit=3", "unsplit.threads=3"), "unsplit", HOST)
+    assert mixed.threads == 3
+    assert resolve_node(load_set("serve.prefill=1", "serve.unsplit=3"), "unsplit", HOST).threads == 2
     alone = resolve_node(load_set("node.nodes_on_host=1"), "decode", HOST)
     assert alone.threads == 8
     crowded = resolve_node(load_set("node.nodes_on_host=99"), "decode", HOST)

@@ -35,16 +35,16 @@ REQUEST = RequestId("a" * 32)
 
 
 class Bench:
-    """A router worker with one prefill and one decode node."""
+    """A router worker with one prefill and one decode node, or with a single node that is both."""
 
-    def __init__(self, decode_block_size: int = 4) -> None:
+    def __init__(self, decode_block_size: int = 4, *, unsplit: bool = False) -> None:
         self.core = RouterCore("w", Timers(), Limits(), random.Random(0))
         roles: tuple[tuple[Incarnation, Role], ...] = ((PREFILL, "prefill"), (DECODE, "decode"))
-        for peer, role in roles:
+        for peer, role in roles[:1] if unsplit else roles:
             self.core.add_static(role, 0.0)
             welcome = Welcome(
                 name=role,
-                roles=(role,),
+                roles=("prefill", "decode") if unsplit else (role,),
                 model=ModelInfo(name="m", vocab_size=8, max_model_len=64, max_position_embeddings=64),
                 compatibility=Compatibility(
                     protocol_version=1,
@@ -154,6 +154,49 @@ def test_a_lost_attempt_is_planned_again_with_the_tokens_held_and_its_age(bench)
     job = said(bench.core.handle(Tick(), 2.2), Job)[PREFILL]
     assert (job.attempt, list(job.output_token_ids), job.waited_ms) == (2, [5, 6], 2100)
     assert job.remaining_ms == 27_900
+
+
+def test_what_a_later_attempt_finds_cached_is_no_prefix_hit(bench):
+    """It is what the request itself has computed."""
+    bench.submit(0.1)
+    first = FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=5, cached_tokens=1)
+    bench.tell(PREFILL, "prefill", first, 0.2)
+    bench.hand_over()
+    bench.tell(DECODE, "decode", Gone(request_id=REQUEST, attempt=1, reason="lost"), 2.0)
+    bench.tell(PREFILL, "prefill", Status(status_no=2), 2.0)
+    bench.core.handle(Tick(), 2.2)
+    again = FirstToken(request_id=REQUEST, attempt=2, index=1, token_id=6, cached_tokens=3, finish="stop")
+    (end,) = ends(bench.tell(PREFILL, "prefill", again, 2.3))
+    assert end.usage.cached_tokens == 1
+
+
+# -- a node with both roles
+
+
+def test_a_node_with_both_roles_is_named_for_both():
+    job = said(Bench(unsplit=True).submit(), Job)[PREFILL]
+    assert [candidate.incarnation for candidate in job.candidates] == [PREFILL]
+
+
+def test_what_goes_on_where_it_was_computed_is_expected_there_all_the_time():
+    bench = Bench(unsplit=True)
+    bench.submit()
+    assert bench.wanted(0.6) == {PREFILL: [(1, True, False)]}
+    bench.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=PREFILL), 0.7)
+    assert bench.wanted(1.1) == {PREFILL: [(1, True, False)]}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_its_tokens_count_whether_or_not_the_hand_over_was_heard_of(told):
+    bench = Bench(unsplit=True)
+    bench.submit()
+    if told:
+        bench.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=PREFILL), 0.2)
+    entry = TokensEntry(request_id=REQUEST, attempt=1, first_index=0, token_ids=(5, 6, 7, 8), finish="length")
+    effects = bench.tell(PREFILL, "prefill", Tokens(link_seq=1, entries=(entry,)), 0.3)
+    assert delivered(effects) == [5, 6, 7, 8]
+    (end,) = ends(effects)
+    assert (end.outcome, end.prefill_node, end.decode_node) == ("length", "prefill", "prefill")
 
 
 def test_a_request_ends_once(bench):

@@ -68,6 +68,21 @@ def test_a_cluster_is_a_proxy_a_router_and_its_nodes():
         assert str(FILE) in child.argv or child.env[CONFIG_ENV] == str(FILE)
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (("serve.unsplit=2",), ["unsplit-0", "unsplit-1"]),
+        (("serve.unsplit=1", "serve.prefill=1"), ["prefill-0", "unsplit-0"]),
+        (("serve.unsplit=1", "serve.prefill=1", "serve.decode=2"), ["prefill-0", "decode-0", "decode-1", "unsplit-0"]),
+    ],
+)
+def test_unsplit_nodes_stand_in_place_of_split_ones_or_beside_them(settings: tuple[str, ...], names: list[str]):
+    """They stop with the decode nodes: prefill nodes hand over to them until then."""
+    nodes = cluster_children(served(*settings), FILE, RUN_DIR, 5)[2:]
+    assert [child.plan.name for child in nodes] == names
+    assert {child.plan.stage for child in nodes if child.plan.name.startswith("unsplit")} == {Stage.DECODE}
+
+
 def test_a_child_may_take_longer_to_stop_than_its_drain():
     config = served("serve.stop_bound_s=20")
     for child in cluster_children(config, FILE, RUN_DIR, 5):

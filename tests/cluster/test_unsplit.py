@@ -1,0 +1,127 @@
+"""Nodes that run both legs: the same tokens as split ones, nothing ferried, and beside split ones in one cluster."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.protocol import Timers
+from common.state.node_core import NodeCore
+from router.core.planner import Planner
+from router.core.request import Plan, Request
+from tests.cluster.conftest import MakeCluster
+from tests.support.cluster import Cluster, tokens_of
+from tests.support.eventually import eventually
+from tests.support.tiny_llama import random_prompt, reference_tokens
+
+Reference = tuple[Path, Any]
+FAST = Timers(beat_s=0.1, suspect_s=0.3, dead_after_s=0.6, client_silent_s=0.8, worker_link_s=0.4, late_tick_s=0.4)
+PROMPTS = [random_prompt(seed, 1 + 13 * seed) for seed in range(12)]
+
+
+def ferried_to(core: NodeCore) -> bool:
+    """Whether some prefill node is a client here."""
+    return any(client.kind == "prefill" for client in core.clients.clients.values())
+
+
+async def all_answers(c: Cluster) -> list[list[int]]:
+    return list(await asyncio.gather(*(c.generate(prompt, max_new_tokens=9) for prompt in PROMPTS)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("scheme", ["inproc", "ipc", "tcp"])
+async def test_one_node_is_a_whole_cluster(cluster: MakeCluster, reference: Reference, scheme: str) -> None:
+    prompt = random_prompt(2, 50)
+    async with cluster(prefill=0, decode=0, unsplit=1, scheme=scheme) as c:
+        events = await c.stream(prompt, max_new_tokens=10)
+        assert tokens_of(events) == reference_tokens(reference[1], prompt, 10)
+        assert events[-1]["nodes"] == {"prefill": "unsplit-0", "decode": "unsplit-0"}
+        assert not await c.nodes["unsplit-0"].ask(ferried_to)
+
+
+@pytest.mark.asyncio
+async def test_many_at_once_are_as_on_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
+    async with cluster(prefill=1, decode=1) as c:
+        split = await all_answers(c)
+    async with cluster(prefill=0, decode=0, unsplit=2, max_step_tokens=8, max_running=8) as c:
+        assert await all_answers(c) == split
+        assert not any([await node.ask(ferried_to) for node in c.nodes.values()])
+    assert split == [reference_tokens(reference[1], prompt, 9) for prompt in PROMPTS]
+
+
+@pytest.mark.asyncio
+async def test_beside_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
+    async with cluster(unsplit=1) as c:
+        streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
+    for prompt, events in zip(PROMPTS, streams, strict=True):
+        assert tokens_of(events) == reference_tokens(reference[1], prompt, 9)
+    pairs = {tuple(events[-1]["nodes"].values()) for events in streams}
+    assert ("unsplit-0", "unsplit-0") in pairs
+    assert any(prefill == "prefill-0" for prefill, _ in pairs)
+    assert not any(prefill == "unsplit-0" and decode != "unsplit-0" for prefill, decode in pairs)
+
+
+@pytest.mark.asyncio
+async def test_two_of_them_are_one_anothers_clients(
+    cluster: MakeCluster, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which way a message goes is told by what it is: both processes have a link to the other and a client there."""
+    right = Planner.plan
+
+    def elsewhere(self: Planner, request: Request, now: float) -> Plan | None:
+        plan = right(self, request, now)
+        if plan is None:
+            return None
+        return replace(plan, candidates=tuple(c for c in plan.candidates if c.incarnation != plan.prefill))
+
+    monkeypatch.setattr(Planner, "plan", elsewhere)
+    async with cluster(prefill=0, decode=0, unsplit=2) as c:
+        streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
+        assert all([await node.ask(ferried_to) for node in c.nodes.values()])
+    for prompt, events in zip(PROMPTS, streams, strict=True):
+        assert tokens_of(events) == reference_tokens(reference[1], prompt, 9)
+    assert {tuple(events[-1]["nodes"].values()) for events in streams} == {
+        ("unsplit-0", "unsplit-1"),
+        ("unsplit-1", "unsplit-0"),
+    }
+
+
+@pytest.mark.asyncio
+async def test_it_dies_mid_stream(cluster: MakeCluster, reference: Reference) -> None:
+    prompt = random_prompt(11, 30)
+    expected = reference_tokens(reference[1], prompt, 40)
+    async with cluster(prefill=0, decode=0, unsplit=2, timers=FAST) as c:
+        for node in c.nodes.values():
+            node.pauses.arm("before_step")
+        answer = asyncio.create_task(c.stream(prompt, max_new_tokens=40))
+        await eventually(lambda: any(n.pauses.is_reached("before_step") for n in c.nodes.values()), "its prompt")
+        serving = next(node for node in c.nodes.values() if node.pauses.is_reached("before_step"))
+        serving.pauses.arm("after_step")
+        serving.pauses.release("before_step")
+        await eventually(lambda: serving.pauses.is_reached("after_step"), "its first token")
+        serving.pauses.arm("before_step")
+        serving.pauses.release("after_step")
+        await eventually(lambda: any(r.decode is not None for r in c.service.core.requests.values()), "it decodes")
+        c.kill(serving.name)
+        for node in c.nodes.values():
+            node.pauses.release_all()
+        events = await answer
+    assert tokens_of(events) == expected
+    assert events[-1]["nodes"]["decode"] != serving.name
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("nodes", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "unsplit": 1}])
+async def test_prefix_hits_are_seen_in_usage_and_metrics(cluster: MakeCluster, nodes: dict[str, int]) -> None:
+    prompt = random_prompt(12, 40)
+    async with cluster(**nodes) as c:
+        first = await c.stream(prompt, max_new_tokens=4)
+        assert first[-1]["usage"]["cached_tokens"] == 0
+        again = await c.stream(prompt, max_new_tokens=4)
+        assert again[-1]["usage"]["cached_tokens"] == 36  # whole blocks of 4 before the last id, which is computed
+        await eventually(lambda: c.service.counts().prefix_hit_rate.get("tiny", 0.0) > 0.4, "the loads tell of it")
+        text = (await c.http.get("/metrics")).text
+    (line,) = [line for line in text.splitlines() if "prefix" in line and not line.startswith("#")]
+    assert float(line.rsplit(" ", 1)[1]) > 0.4

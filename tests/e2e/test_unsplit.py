@@ -1,0 +1,52 @@
+"""`kvferry serve --unsplit 2`: processes that run both legs, one of which is killed under a stream."""
+
+import pytest
+
+from tests.e2e.conftest import Serve
+from tests.support.cluster import tokens_of
+from tests.support.infer_cases import VOCAB_SIZE
+from tests.support.node_watch import NodeWatch
+from tests.support.raw_stream import RawRequest
+from tests.support.serve import wait_until
+from tests.support.tiny_llama import random_prompt
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+NODES = ("unsplit-0", "unsplit-1")
+PROMPT = random_prompt(21, 60, VOCAB_SIZE)
+LONG = 2000
+"""Tokens of a stream that is still running when its node dies."""
+
+
+def test_a_node_is_killed_under_a_stream(serve: Serve) -> None:
+    """The other one goes on with it; the tokens are those of an undisturbed run."""
+    settings = {"router.max_iter_times": LONG, "serve.restart_min_s": 0.1}
+    with (
+        serve(prefill=0, decode=0, unsplit=2, settings=settings) as cluster,
+        NodeWatch(cluster.members_endpoint()) as watch,
+    ):
+        assert {*cluster.children()} == {"proxy", "router", *NODES}
+        with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+            assert request.status() == 200
+            undisturbed = request.events()
+        assert undisturbed[-1]["nodes"]["prefill"] == undisturbed[-1]["nodes"]["decode"]
+        watch.wait_idle(*NODES)
+        with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+            assert request.status() == 200
+            events = request.events(20)
+            wait_until(lambda: len(busy(watch)) == 1, "one of the nodes runs it")
+            (serving,) = busy(watch)
+            victim = cluster.node(serving)
+            victim.kill()
+            events += request.events()
+        assert tokens_of(events) == tokens_of(undisturbed)
+        assert events[-1]["finish_reason"] == "length"
+        (other,) = {*NODES} - {serving}
+        assert events[-1]["nodes"] == {"prefill": other, "decode": other}
+        wait_until(lambda: serving in cluster.children() and cluster.node(serving).pid != victim.pid, "it starts again")
+        wait_until(cluster.is_ready, "it is ready again", 120.0)
+        watch.wait_idle(*NODES, deadline_s=60.0)
+
+
+def busy(watch: NodeWatch) -> list[str]:
+    """Nodes with a request that runs."""
+    return [name for name, view in watch.views().items() if view.load.running_requests]
