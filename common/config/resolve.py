@@ -84,9 +84,9 @@ def node_counts(config: ClusterConfig) -> dict[Role, int]:
 
 def share_model_memory(config: ClusterConfig, host: HostFacts) -> int:
     """What each node of `kvferry serve` may take beside its cache: what is free without all caches, in equal parts."""
-    numbers: tuple[tuple[Role, int], ...] = (("prefill", config.serve.prefill), ("decode", config.serve.decode))
-    caches = sum(_kv_cache_bytes(config, role, host) * number for role, number in numbers)
-    return max(1, (host.free_memory_bytes - caches) // max(1, config.serve.prefill + config.serve.decode))
+    counts = node_counts(config)
+    caches = sum(_kv_cache_bytes(config, role, host) * number for role, number in counts.items())
+    return max(1, (host.free_memory_bytes - caches) // sum(counts.values()))
 
 
 def _kv_cache_bytes(config: ClusterConfig, role: Role, host: HostFacts) -> int:

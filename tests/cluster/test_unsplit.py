@@ -1,7 +1,6 @@
 """Nodes that run both legs: the same tokens as split ones, nothing ferried, and beside split ones in one cluster."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 
 from common.config.protocol import Timers
 from common.state.node_core import NodeCore
-from router.core.planner import Planner
-from router.core.request import Plan, Request
+from router.core import planner
+from router.policy.placement import Choice, choose
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
 from tests.support.eventually import eventually
@@ -68,15 +67,14 @@ async def test_two_of_them_are_one_anothers_clients(
     cluster: MakeCluster, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which way a message goes is told by what it is: both processes have a link to the other and a client there."""
-    right = Planner.plan
 
-    def elsewhere(self: Planner, request: Request, now: float) -> Plan | None:
-        plan = right(self, request, now)
-        if plan is None:
+    def elsewhere(*nodes: Any, **named: Any) -> Choice | None:
+        choice = choose(*nodes, **named)
+        if choice is None:
             return None
-        return replace(plan, candidates=tuple(c for c in plan.candidates if c.incarnation != plan.prefill))
+        return Choice(choice.prefill, tuple(peer for peer in choice.decodes if peer != choice.prefill))
 
-    monkeypatch.setattr(Planner, "plan", elsewhere)
+    monkeypatch.setattr(planner, "choose", elsewhere)
     async with cluster(prefill=0, decode=0, unsplit=2) as c:
         streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
         assert all([await node.ask(ferried_to) for node in c.nodes.values()])
