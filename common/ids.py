@@ -5,6 +5,8 @@ from typing import Annotated, NamedTuple, NewType
 
 import msgspec
 
+from common.ranges import Count
+
 RequestId = NewType("RequestId", str)
 """32 hex digits, made by the router worker. A client's own `id` is echoed, never used as a key."""
 
@@ -35,8 +37,8 @@ class TransferKey(NamedTuple):
     """Names one hand-over of one generation between two process lives; nothing else may write for it."""
 
     request_id: RequestId
-    attempt: int
-    generation: int
+    attempt: Count
+    generation: Count
     prefill: Incarnation
     decode: Incarnation
 

@@ -2,17 +2,19 @@
 
 import msgspec
 
+from common.ranges import Count, TokenId
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A model's limits and defaults, as the router needs them to check a request."""
 
     name: str
-    vocab_size: int
-    max_model_len: int
+    vocab_size: Count
+    max_model_len: Count
     """Prompt and output together, in tokens; the node's setting."""
-    max_position_embeddings: int
-    eos_token_ids: tuple[int, ...] = ()
-    default_top_k: int = 1000
+    max_position_embeddings: Count
+    eos_token_ids: tuple[TokenId, ...] = ()
+    default_top_k: Count = 1000
     default_do_sample: bool = False
     tokenizer_path: str = ""
     """A path a router on the same host may load a tokenizer from; empty where there is none."""
@@ -21,14 +23,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     """What two nodes must have in common before KV may pass between them. Compared at Hello, field by field."""
 
-    protocol_version: int
+    protocol_version: Count
     model: str
     """Digest of the architecture, its configuration and the weights' identity."""
     kv_dtype: str
     kv_layout: str
     """The cache tensors in wire order, with their shapes per token; the physical layout is the device's own."""
-    block_size: int
-    num_layers: int
+    block_size: Count
+    num_layers: Count
 
     def difference(self, other: "Compatibility") -> str | None:
         """The first field that differs, as `field: mine != theirs`; None when all agree."""

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from common.ranges import Count, Positions, Seed, TokenId
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the draw of a token depends on besides the logits.
@@ -10,18 +12,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature, top_k, top_p (the token that crosses p is kept), then the draw with noise from (seed, position).
     """
 
-    max_new_tokens: int
+    max_new_tokens: Positions
     """Total number of output tokens over all attempts; already cut to what the model's length allows."""
-    seed: int = 0
+    seed: Seed = 0
     """0 to 2**64 - 1. With the absolute position it fixes every draw."""
     do_sample: bool = False
     """False: arg-max of the penalised logits; temperature, top_k and top_p have no effect then."""
     temperature: float = 1.0
-    top_k: int = 0
+    top_k: Count = 0
     """0 means the whole vocabulary."""
     top_p: float = 1.0
     repetition_penalty: float = 1.0
     ignore_eos: bool = False
     """For benchmarks: generate max_new_tokens whatever comes."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = ()
     """Further ids that end generation, beside the model's own eos ids; counted like these."""

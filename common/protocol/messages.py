@@ -12,6 +12,7 @@ import msgspec
 
 from common.ids import Incarnation, RequestId, TransferKey
 from common.model_info import Compatibility, ModelInfo
+from common.ranges import Count, Milliseconds, Pieces, Positions, Priority, TokenId, Uint32
 from common.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -44,20 +45,20 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What a node publishes about how busy it is. Counts are of this instant; tokens and blocks are the units."""
 
-    waiting_requests: int = 0
-    waiting_tokens: int = 0
+    waiting_requests: Count = 0
+    waiting_tokens: Count = 0
     """Prompt tokens not yet computed, queued or under way."""
-    running_requests: int = 0
-    total_blocks: int = 0
-    free_blocks: int = 0
+    running_requests: Count = 0
+    total_blocks: Count = 0
+    free_blocks: Count = 0
     """Free or evictable."""
-    reserved_blocks: int = 0
-    block_size: int = 0
-    prefix_hit_tokens: int = 0
+    reserved_blocks: Count = 0
+    block_size: Count = 0
+    prefix_hit_tokens: Count = 0
     """Total since start."""
-    prompt_tokens: int = 0
+    prompt_tokens: Count = 0
     """Total since start."""
-    preemptions: int = 0
+    preemptions: Count = 0
     """Total since start."""
 
 
@@ -78,7 +79,7 @@ class Hello(Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 2
     kind: ClientKind
     name: str
-    protocol_version: int = PROTOCOL_VERSION
+    protocol_version: Count = PROTOCOL_VERSION
     compatibility: Compatibility | None = None
 
 
@@ -115,14 +116,14 @@ class BeatEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One line of the list of what a client wants on a node."""
 
     request_id: RequestId
-    attempt: int
-    next_index: int
+    attempt: Count
+    next_index: Positions
     """First output index that the worker lacks (0 for a prefill client)."""
     expected: bool
     """`you should have it`: answered with its state."""
     resend: bool = False
     """Tokens from next_index on shall be sent again: a gap was seen."""
-    generation: int = 0
+    generation: Count = 0
     """Prefill clients only: which Reserve of the attempt."""
 
 
@@ -130,8 +131,8 @@ class Beat(Message, frozen=True, kw_only=True):
     """Client -> node, every `beat_s`: all that the client wants there. What is absent and old enough is freed."""
 
     TYPE: ClassVar[int] = 6
-    beat_no: int
-    as_of: int
+    beat_no: Count
+    as_of: Count
     """Highest plan_no (workers) or transfer_no (prefill nodes) given out when the list was made."""
     entries: tuple[BeatEntry, ...] = ()
     last: bool = False
@@ -142,14 +143,14 @@ class Status(Message, frozen=True, kw_only=True):
     """Node -> client, every `beat_s`: alive, how far, how busy."""
 
     TYPE: ClassVar[int] = 7
-    status_no: int
+    status_no: Count
     draining: bool = False
-    steps_done: int = 0
-    step_age_ms: int = 0
+    steps_done: Count = 0
+    step_age_ms: Milliseconds = 0
     """Age of the step in progress; 0 when none is."""
     work_waiting: bool = False
     load: Load = Load()
-    link_seq: int = 0
+    link_seq: Count = 0
     """Number of the last Tokens message sent to this client: a lost last one is seen."""
 
 
@@ -158,21 +159,21 @@ class Job(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 8
     request_id: RequestId
-    attempt: int
-    plan_no: int
+    attempt: Count
+    plan_no: Count
     model: str
     prompt_token_ids: "array[int]"
     output_token_ids: "array[int]"
     """Ids that earlier attempts produced and the worker holds; they count towards max_new_tokens."""
     sampling: SamplingParams
-    priority: int
+    priority: Priority
     """1 (first) to 5."""
-    remaining_ms: int
-    waited_ms: int
+    remaining_ms: Milliseconds
+    waited_ms: Milliseconds
     """Since the router accepted the request: keeps its place over retries and re-plans."""
     candidates: tuple[Candidate, ...]
     """Best first, at most three. Empty: finish it where it is."""
-    times_preempted: int = 0
+    times_preempted: Count = 0
     """How often decode nodes gave this request back."""
     trace: str = ""
     """W3C traceparent, empty for none."""
@@ -183,7 +184,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 9
     request_id: RequestId
-    attempt: int
+    attempt: Count
     reason: str = ""
 
 
@@ -192,7 +193,7 @@ class Gone(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 10
     request_id: RequestId
-    attempt: int
+    attempt: Count
     reason: GoneReason
     detail: str = ""
 
@@ -202,11 +203,11 @@ class FirstToken(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 11
     request_id: RequestId
-    attempt: int
-    index: int
-    token_id: int
+    attempt: Count
+    index: Positions
+    token_id: TokenId
     finish: FinishReason | None = None
-    cached_tokens: int = 0
+    cached_tokens: Positions = 0
     """Prompt tokens that the prefix cache spared."""
 
 
@@ -215,7 +216,7 @@ class HandedOver(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 12
     request_id: RequestId
-    attempt: int
+    attempt: Count
     decode: Incarnation
 
 
@@ -224,7 +225,7 @@ class HandoverFailed(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 13
     request_id: RequestId
-    attempt: int
+    attempt: Count
     reason: str
     """no_room, draining, deadline, generation, lost, overloaded, ..."""
     held: bool = False
@@ -241,16 +242,16 @@ class Reserve(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 14
     key: TransferKey
-    transfer_no: int
-    plan_no: int
+    transfer_no: Count
+    plan_no: Count
     worker: Incarnation
     prompt_token_ids: "array[int]"
     output_token_ids: "array[int]"
     sampling: SamplingParams
-    priority: int
-    remaining_ms: int
-    waited_ms: int
-    times_preempted: int = 0
+    priority: Priority
+    remaining_ms: Milliseconds
+    waited_ms: Milliseconds
+    times_preempted: Count = 0
     trace: str = ""
     staged: bool = False
     """The sender can write into the receiver's staging slots."""
@@ -261,7 +262,7 @@ class Granted(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 15
     key: TransferKey
-    first_token: int
+    first_token: Positions
     """Position; a multiple of the block size. Everything below is pinned from the decode node's prefix cache."""
     slots: tuple[int, ...] = ()
     """Staging slots that may be written for this key; none: the bytes come in the pieces."""
@@ -288,15 +289,15 @@ class Piece(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 18
     key: TransferKey
-    number: int
-    layer_start: int
-    layer_end: int
+    number: Pieces
+    layer_start: Count
+    layer_end: Count
     """Exclusive."""
-    token_start: int
-    token_end: int
+    token_start: Positions
+    token_end: Positions
     """Exclusive."""
-    num_bytes: int
-    checksum: int | None = None
+    num_bytes: Count
+    checksum: Uint32 | None = None
     """CRC-32 of the bytes."""
     slot: int | None = None
     """The bytes were written into this staging slot of the receiver, and `data` is empty."""
@@ -313,7 +314,7 @@ class Credit(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 19
     key: TransferKey
-    slot: int
+    slot: Count
 
 
 class Commit(Message, frozen=True, kw_only=True):
@@ -321,16 +322,16 @@ class Commit(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 20
     key: TransferKey
-    num_pieces: int
-    first_token_pos: int
+    num_pieces: Pieces
+    first_token_pos: Positions
     """First position carried (what Granted asked for)."""
-    num_tokens: int
+    num_tokens: Positions
     """Positions 0 .. num_tokens - 1 have KV; the token below has none yet."""
-    token_id: int
+    token_id: TokenId
     """The token at position num_tokens to go on from."""
-    token_index: int
+    token_index: Positions
     """Its output index."""
-    cached_tokens: int = 0
+    cached_tokens: Positions = 0
 
 
 class Committed(Message, frozen=True, kw_only=True):
@@ -340,7 +341,7 @@ class Committed(Message, frozen=True, kw_only=True):
     key: TransferKey
     complete: bool = True
     """Every piece is there and right: the sender's blocks may be let go."""
-    missing: tuple[int, ...] = ()
+    missing: tuple[Pieces, ...] = ()
     """Numbers of pieces to send again."""
 
 
@@ -373,20 +374,20 @@ class TokensEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """New tokens of one request."""
 
     request_id: RequestId
-    attempt: int
-    first_index: int
-    token_ids: tuple[int, ...]
+    attempt: Count
+    first_index: Positions
+    token_ids: tuple[TokenId, ...]
     finish: FinishReason | None = None
     error: str | None = None
     """Set when generation failed; ends the request with 424."""
-    cached_tokens: int = 0
+    cached_tokens: Positions = 0
 
 
 class Tokens(Message, frozen=True, kw_only=True):
     """Node -> worker: one message a step, with the new tokens of all the worker's requests there."""
 
     TYPE: ClassVar[int] = 25
-    link_seq: int
+    link_seq: Count
     entries: tuple[TokensEntry, ...]
 
 

@@ -9,18 +9,21 @@ from dataclasses import dataclass, field, replace
 
 from common.config.protocol import Timers
 from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey
+from common.ids import Incarnation, PlanKey, TransferKey
 from common.model_info import Compatibility, ModelInfo
 from common.protocol.messages import (
     PROTOCOL_VERSION,
+    Abort,
     Beat,
     Cancel,
+    Commit,
     Envelope,
     Gone,
     GoneReason,
     Hello,
     HelloRefused,
     OtherLife,
+    Reserve,
     Role,
     Status,
     Welcome,
@@ -32,6 +35,8 @@ from common.state.actions import Action, ExitProcess, RunStep, Send
 from common.state.clients import Client, ClientTable
 from common.state.events import DrainRequested, EngineFailed, Event, LayersDone, Received, StepDone, Tick
 from common.state.leg import Leg
+
+HandoverMessage = Reserve | Commit | Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,8 @@ class NodeCore:
         client.last_heard = now
         if isinstance(message, Beat):
             return self._on_beat(client, message, now)
+        if isinstance(message, HandoverMessage) and not _names(message.key, sender, self.identity.incarnation):
+            return []  # nobody speaks for another life, nor to one through us
         actions: list[Action] = []
         if isinstance(message, Cancel):
             for leg in self.legs:
@@ -297,3 +304,7 @@ class NodeCore:
     def is_quiescent(self) -> bool:
         """Nothing is held for anybody."""
         return self.scheduler.is_quiescent() and all(leg.is_quiescent() for leg in self.legs)
+
+
+def _names(key: TransferKey, prefill: Incarnation, decode: Incarnation) -> bool:
+    return key.prefill == prefill and key.decode == decode

@@ -39,6 +39,9 @@ class Takeover:
             return _only(Send(client.incarnation, CommitRefused(key=message.key, reason="not_reserved")))
         if entry.commit is not None:
             return _only(_committed(entry))
+        if message.num_pieces > entry.ledger.num_layers * entry.spec.num_known:
+            refused = Send(client.incarnation, CommitRefused(key=message.key, reason="more pieces than there is KV"))
+            return Started([*self.entries.drop(entry), refused], [])
         entry.commit, entry.cached_tokens = message, message.cached_tokens
         entry.ledger.last_arrival = now
         entry.machine.move(ReceiveEvent.COMMIT, now)

@@ -114,7 +114,7 @@ class DecodeLinks:
             return
         if isinstance(message, Status):
             self.links.on_status(link, message, now)
-        elif isinstance(message, Answer):
+        elif isinstance(message, Answer) and message.key.decode == sender:
             news.key, news.message = message.key, message
 
     def dispatch(self, sender: HandoverSender, message: Answer, now: float) -> list[Action]:

@@ -203,6 +203,15 @@ def test_pieces_that_do_not_cover_what_was_asked_for_lose_the_request_and_no_mor
     assert bench.pool.num_held == 0
 
 
+def test_a_commit_that_counts_more_pieces_than_there_can_be_is_refused(bench):
+    """Nothing is counted up to a number that makes no sense."""
+    bench.reserve()
+    assert "pieces" in said(bench.commit(pieces=6 * LAYERS + 1), CommitRefused)[0].reason
+    assert bench.pool.num_held == 0
+    bench.reserve(0.3)
+    assert said(bench.commit(0.4, pieces=6 * LAYERS), Committed)
+
+
 def test_a_commit_of_another_length_than_was_reserved_loses_the_request(bench):
     bench.reserve()
     wrong = Commit(key=bench.key(), num_pieces=0, first_token_pos=0, num_tokens=0, token_id=5, token_index=0)

@@ -1,16 +1,31 @@
 """A node's decisions that do not depend on its role."""
 
+import pytest
+
 from common.config.protocol import Timers
-from common.ids import Incarnation, RequestId
+from common.ids import Incarnation, RequestId, TransferKey
 from common.kv.block_pool import BlockPool
 from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import PROTOCOL_VERSION, Beat, BeatEntry, Envelope, Gone, Hello, OtherLife, Welcome
+from common.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Beat,
+    BeatEntry,
+    Commit,
+    Envelope,
+    Gone,
+    Hello,
+    OtherLife,
+    Reserve,
+    Welcome,
+)
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.state.actions import ExitProcess, Send
 from common.state.events import DrainRequested, Received, Tick
 from common.state.node_core import NodeCore, NodeIdentity
 
+OTHER = Incarnation("3" * 32)
 ME, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
 
 
@@ -97,3 +112,32 @@ def test_what_a_returning_client_expects_may_have_been_here():
     assert answers(2, 4.2) == ["lost"]
     assert answers(3, 4.7) == ["never_known"]  # a Job that was lost on its way since
     core.check_invariants()
+
+
+class Hears:
+    """A leg that notes what it is told."""
+
+    role = "decode"
+
+    def __init__(self):
+        self.heard = []
+
+    def handles(self, message):
+        return isinstance(message, Reserve | Commit | Abort)
+
+    def on_message(self, client, message, now):
+        self.heard.append(message)
+        return []
+
+    def __getattr__(self, name):
+        return lambda *arguments: []
+
+
+@pytest.mark.parametrize(("prefill", "decode", "heard"), [(WORKER, ME, 1), (OTHER, ME, 0), (WORKER, OTHER, 0)])
+def test_a_transfer_key_counts_only_from_and_to_the_lives_that_it_names(prefill, decode, heard):
+    """Rule 2."""
+    leg = Hears()
+    core = make_core([leg])
+    core.handle(Received(Envelope(WORKER, ME, Hello(kind="prefill", name="p"))), 0.0)
+    core.handle(Received(Envelope(WORKER, ME, Abort(key=TransferKey(RequestId("r"), 1, 1, prefill, decode)))), 0.1)
+    assert len(leg.heard) == heard

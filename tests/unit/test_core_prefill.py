@@ -26,6 +26,7 @@ from common.protocol.messages import (
 )
 from common.state.actions import CloseKv, OpenKv, Send, SendHello, SendPiece, StopPieces
 from common.state.events import DrainRequested, KvSendFailed, LayersDone, LinkClosed, LinkConnected, ProbeAnswered
+from common.state.handover_send_table import SendState
 from prefill_node.core.job import JobState
 from tests.support.prefill_bench import COMPATIBILITY, DECODES, WORKER, PrefillBench, request, said
 
@@ -284,6 +285,16 @@ def test_a_grant_of_an_earlier_generation_is_given_back(bench):
     bench.hear(DECODES[0], Refused(key=first.key, reason="full"), 0.2)
     assert said(bench.grant(first, 0.3), Abort) == [Abort(key=first.key)]
     assert job_of(bench).sender.key.decode == DECODES[1]
+
+
+@pytest.mark.parametrize("kind", [Granted, Refused])
+def test_a_decode_node_does_not_answer_for_another(bench, kind: type[Message]):
+    """Rule 2: the key names who may answer."""
+    key = said(bench.job(), Reserve)[0].key
+    said_by_other = Granted(key=key, first_token=0) if kind is Granted else Refused(key=key, reason="full")
+    bench.hear(DECODES[1], said_by_other, 0.2)
+    assert job_of(bench).sender.state is SendState.ASKING
+    assert job_of(bench).sender.key == key
 
 
 def test_a_decode_node_that_dies_before_the_commit_costs_no_attempt(bench):

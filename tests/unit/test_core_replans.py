@@ -124,3 +124,6 @@ def test_held_kv_needs_no_computing_and_no_turn(bench):
         bench.tell(PREFILL, "prefill", failed, 0.3)
     assert sorted(planned(ticks(bench, 0.5, 1.0))) == [1, 2, 3, 4, 5]
     assert {r.state for r in bench.core.requests.values()} == {RequestState.PLACED}
+    submit(bench, 6, 1.0)
+    lose(bench, 6, 1.0)
+    assert planned(ticks(bench, 1.1, 1.5)) == [6]

@@ -1,0 +1,189 @@
+"""Numbers at the ends of their ranges, in messages that are right otherwise: no core raises, and all invariants hold.
+
+What is out of range never gets to a core (`tests/wire/test_ranges.py`).
+"""
+
+import json
+from array import array
+from collections.abc import Callable, Iterator
+from functools import reduce
+from operator import getitem
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.config.protocol import Limits
+from common.errors import ProtocolError
+from common.ids import Incarnation
+from common.protocol.messages import (
+    Abort,
+    Beat,
+    BeatEntry,
+    Cancel,
+    Candidate,
+    Commit,
+    CommitRefused,
+    Committed,
+    Envelope,
+    FirstToken,
+    Gone,
+    Granted,
+    HandedOver,
+    HandoverFailed,
+    Job,
+    Load,
+    Message,
+    Queued,
+    Refused,
+    Reserve,
+    Revoke,
+    Status,
+    Tokens,
+    TokensEntry,
+)
+from common.protocol.wire import decode, encode
+from common.sampling_params import SamplingParams
+from common.state.actions import Send
+from common.state.events import Tick
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request
+from tests.unit import test_core_decode as at_decode
+from tests.unit import test_core_router as at_router
+
+LIMITS = Limits()
+EXTREMES = (0, 1, 5, 6, 2**20, 2**31 - 1, 2**32 - 1, 10**12, 2**53)
+Path = tuple[str | int, ...]
+
+
+def places(value: object, path: Path = ()) -> Iterator[Path]:
+    """Where in a header there are integers."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inner:
+        yield from places(part, (*path, key))
+
+
+def extreme(message: Message, data: st.DataObject) -> Message | None:
+    """The message with some of its numbers changed; None when decoding refuses it."""
+    sender = Incarnation("f" * 32)
+    frames = [bytes(frame) for frame in encode(Envelope(sender, sender, message), LIMITS)]
+    header = json.loads(frames[1])
+    for path in data.draw(st.lists(st.sampled_from(list(places(header))), min_size=1, max_size=3)):
+        reduce(getitem, path[:-1], header)[path[-1]] = data.draw(st.sampled_from(EXTREMES))
+    try:
+        return decode([frames[0], json.dumps(header).encode(), *frames[2:]], LIMITS).message
+    except ProtocolError:
+        return None
+
+
+def some(data: st.DataObject, messages: list[Message], hear: Callable[[Message, float], object]) -> None:
+    """A few of these messages arrive, with strange numbers."""
+    for turn in range(4):
+        message = extreme(data.draw(st.sampled_from(messages)), data)
+        if message is not None:
+            hear(message, 0.5 + turn / 10)
+
+
+STRANGE = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@STRANGE
+@given(st.data())
+def test_a_decode_node(data: st.DataObject):
+    bench = at_decode.Bench()
+    bench.reserve()
+    if data.draw(st.booleans()):
+        bench.commit()
+    key, worker, prefill = bench.key(), bench.worker, bench.prefill
+    commit = Commit(key=key, num_pieces=2, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)
+    line = BeatEntry(request_id=key.request_id, attempt=1, next_index=0, expected=True, resend=True)
+    messages: list[Message] = [bench.message(key), commit, Abort(key=key), Beat(beat_no=9, as_of=1, entries=(line,))]
+
+    def hear(message: Message, now: float) -> None:
+        if isinstance(message, Beat):
+            if worker.take(message, now):
+                bench.done(bench.leg.on_list(worker, now), now)
+        else:
+            bench.done(bench.leg.on_message(prefill, message, now), now)
+
+    some(data, messages, hear)
+    for number in (0, 1):
+        bench.arrives(number, 1.0)
+    bench.done(bench.leg.tick(1.1), 1.1)
+
+
+@STRANGE
+@given(st.data())
+def test_a_prefill_node(data: st.DataObject):
+    bench = PrefillBench()
+    bench.link_up()
+    reserve = next(a.message for a in bench.job() if isinstance(a, Send) and isinstance(a.message, Reserve))
+    candidates = (Candidate(incarnation=DECODES[0], name="d0", endpoint="d0"),)
+    job = Job(
+        request_id=request(2),
+        attempt=1,
+        plan_no=2,
+        model="m",
+        prompt_token_ids=array("I", range(6)),
+        output_token_ids=array("I", [7]),
+        sampling=SamplingParams(max_new_tokens=4, seed=3, top_k=4, stop_token_ids=(9,)),
+        priority=3,
+        remaining_ms=9000,
+        waited_ms=10,
+        candidates=candidates,
+        times_preempted=1,
+    )
+    key = reserve.key
+    messages: list[Message] = [
+        job,
+        Cancel(request_id=request(1), attempt=1),
+        Beat(beat_no=3, as_of=1, entries=(BeatEntry(request_id=request(1), attempt=1, next_index=0, expected=True),)),
+        Granted(key=key, first_token=4),
+        Queued(key=key),
+        Refused(key=key, reason="full"),
+        Committed(key=key, missing=(0, 1)),
+        CommitRefused(key=key, reason="not_reserved"),
+        Revoke(key=key, reason="time"),
+        Status(status_no=9, steps_done=4, step_age_ms=3, load=Load(free_blocks=3, block_size=4)),
+    ]
+
+    def hear(message: Message, now: float) -> None:
+        if isinstance(message, Job | Cancel | Beat):
+            bench.tell(WORKER, message, now)
+        else:
+            bench.hear(DECODES[0], message, now)
+
+    some(data, messages, hear)
+    while bench.steps:
+        bench.step(1.0)
+    some(data, messages, hear)
+    bench.handle(Tick(), 1.5)
+
+
+@STRANGE
+@given(st.data())
+def test_a_router_worker(data: st.DataObject):
+    bench = at_router.Bench()
+    bench.submit()
+    if data.draw(st.booleans()):
+        bench.hand_over()
+    name = at_router.REQUEST
+    entry = TokensEntry(request_id=name, attempt=1, first_index=0, token_ids=(5, 6), finish="length", cached_tokens=1)
+    from_decode: list[Message] = [Tokens(link_seq=2, entries=(entry,)), Gone(request_id=name, attempt=1, reason="lost")]
+    from_prefill: list[Message] = [
+        FirstToken(request_id=name, attempt=1, index=0, token_id=5, finish="stop"),
+        HandedOver(request_id=name, attempt=1, decode=at_router.DECODE),
+        HandoverFailed(request_id=name, attempt=1, reason="no_room", held=True),
+        Status(status_no=9, steps_done=4, step_age_ms=3, link_seq=8, load=Load(waiting_tokens=7, block_size=4)),
+    ]
+
+    def hear(message: Message, now: float) -> None:
+        if message in from_decode or isinstance(message, Tokens | Gone):
+            bench.tell(at_router.DECODE, "decode", message, now)
+        else:
+            bench.tell(at_router.PREFILL, "prefill", message, now)
+
+    some(data, from_decode + from_prefill, hear)
+    bench.core.handle(Tick(), 1.0)
+    bench.core.check_invariants()
+    bench.core.close(1.1)
