@@ -7,9 +7,11 @@ import random
 import statistics
 import time
 from array import array
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import psutil
 import torch
 from tqdm import tqdm
@@ -18,11 +20,14 @@ from common.device.base import Device
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
+from common.models.config import ModelConfig
 from common.models.load import DtypeName, LoadedModel, load_model
 from common.sampling_params import SamplingParams
 from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
 from ops.bench.limits import MachineLimits, measure_limits, step_needs
-from ops.bench.report import EngineReport, Machine, Rate
+from ops.bench.peers.run import PeerOutcome
+from ops.bench.peers.spec import PeerTask
+from ops.bench.report import EngineReport, Machine, PeerReport, Rate
 
 PROMPTS = (128, 512, 2048)
 BATCHES = (1, 8, 32)
@@ -103,7 +108,49 @@ class EngineBench:
         return array("I", (self._random.randrange(self._vocab) for _ in range(number)))
 
 
-def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, progress: bool) -> EngineReport:
+@dataclass(frozen=True, slots=True)
+class EngineRun:
+    """What was found, and what it takes to judge others by the same measure."""
+
+    report: EngineReport
+    config: ModelConfig
+    dtype: torch.dtype
+    limits: MachineLimits
+
+    def rate(self, kind: str, size: int, seconds: float) -> Rate:
+        """Of a case: `prefill` of so many tokens, or `decode` of so many sequences."""
+        new, context, sequences = (size, 0, 1) if kind == "prefill" else (1, CONTEXT, size)
+        needs = step_needs(self.config, self.dtype, new, context, sequences)
+        tokens = new * sequences
+        most = None if needs is None else needs.tokens_per_s(tokens, self.limits)
+        rate = tokens / seconds
+        return Rate(round(rate, 1), None if most is None else round(rate / most, 3))
+
+    def task(self, path: Path) -> PeerTask:
+        """The same cases for peers."""
+        return PeerTask(
+            model=str(path),
+            dtype=self.report.dtype,
+            threads=self.report.threads,
+            prompts=[int(length) for length in self.report.prefill],
+            batches=[int(batch) for batch in self.report.decode],
+            context=CONTEXT,
+            decode_steps=_DECODE_STEPS,
+            rounds=_PROMPT_ROUNDS,
+            vocab_size=self.config.vocab_size,
+        )
+
+    def peer(self, outcome: PeerOutcome) -> PeerReport:
+        """A peer's times in the same figures."""
+        times = outcome.times
+        if times is None:
+            return PeerReport(outcome.name, outcome.error)
+        prefill = {size: self.rate("prefill", int(size), seconds) for size, seconds in times.prefill.items()}
+        decode = {size: self.rate("decode", int(size), seconds) for size, seconds in times.decode.items()}
+        return PeerReport(outcome.name, "", times.version, prefill, decode, times.ready_s, times.rss_mb)
+
+
+def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, progress: bool) -> EngineRun:
     """Load the model, measure every case and the machine. Raises ModelLoadError."""
     device.activate_thread()
     loaded = load_model(path, device=device, dtype=dtype, progress=progress)
@@ -122,22 +169,23 @@ def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, pr
         rss_mb = psutil.Process().memory_info().rss / 1e6
         limits = measure_limits(device.ops, loaded.dtype)
         bar.update()
-    return EngineReport(
+    report = EngineReport(
         model=name,
         dtype=str(loaded.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(),
         ops=type(device.ops).__name__,
         machine=Machine(round(limits.read_gb_s, 2), round(limits.matmul_gflop_s, 1)),
-        prefill={str(n): _rate(loaded, limits, n, 0, 1, seconds["prefill", n]) for n in prompts},
-        decode={str(n): _rate(loaded, limits, 1, CONTEXT, n, seconds["decode", n]) for n in BATCHES},
+        prefill={},
+        decode={},
         ready_s=round(ready_s, 2),
         rss_mb=round(rss_mb),
     )
-
-
-def _rate(loaded: LoadedModel, limits: MachineLimits, new: int, context: int, sequences: int, seconds: float) -> Rate:
-    tokens = new * sequences
-    needs = step_needs(loaded.config, loaded.dtype, new, context, sequences)
-    most = None if needs is None else needs.tokens_per_s(tokens, limits)
-    rate = tokens / seconds
-    return Rate(round(rate, 1), None if most is None else round(rate / most, 3))
+    run = EngineRun(report, loaded.config, loaded.dtype, limits)
+    return replace(
+        run,
+        report=msgspec.structs.replace(
+            report,
+            prefill={str(size): run.rate("prefill", size, seconds["prefill", size]) for size in prompts},
+            decode={str(size): run.rate("decode", size, seconds["decode", size]) for size in BATCHES},
+        ),
+    )

@@ -20,6 +20,18 @@ class Rate(msgspec.Struct, frozen=True):
     """Share of what the machine's limits allow; None where that is not known."""
 
 
+class PeerReport(msgspec.Struct, frozen=True):
+    """The same of another engine; with an `error` nothing else is there."""
+
+    name: str
+    error: str = ""
+    version: str = ""
+    prefill: dict[str, Rate] = {}
+    decode: dict[str, Rate] = {}
+    ready_s: float | None = None
+    rss_mb: int | None = None
+
+
 class EngineReport(msgspec.Struct, frozen=True):
     """One run. Keys of `prefill` are prompt lengths, of `decode` numbers of sequences."""
 
@@ -33,6 +45,8 @@ class EngineReport(msgspec.Struct, frozen=True):
     ready_s: float
     """From the start of the process until the model was loaded and its cache allocated."""
     rss_mb: int
+    peers: list[PeerReport] | None = None
+    """None: not asked for."""
 
 
 def table(report: EngineReport) -> Iterator[str]:

@@ -27,6 +27,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
+    engine.add_argument(
+        "--peers",
+        action="store_true",
+        help="also transformers, openvino-genai and xllamacpp (llama.cpp), where installed; installs nothing",
+    )
+    engine.add_argument(
+        "--peer-python", action="append", default=[], metavar="PATH", help="look for peers in this interpreter, too"
+    )
     engine.add_argument("--json", action="store_true", help="print JSON")
     engine.set_defaults(run=run)
     bench_serve.add_parser(subjects)
@@ -43,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from common.device.select import select_device
     from ops import model_store
     from ops.bench.engine import run_bench
+    from ops.bench.peers.comparison import compare, comparison_table
+    from ops.bench.peers.run import installed, measure_peers
     from ops.bench.report import table
 
     path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
@@ -50,10 +60,17 @@ def run(args: argparse.Namespace) -> int:
         raise ModelLoadError(f"--model: {path} is not there")
     name = path.resolve().stem if args.model else model_store.MODEL_NAME
     device = select_device("cpu", threads)
-    report = run_bench(path, device, None if args.dtype == "auto" else args.dtype, name, sys.stderr.isatty())
-    if args.json:
-        print(msgspec.json.encode(report).decode())
+    progress = sys.stderr.isatty()
+    peers = installed([sys.executable, *args.peer_python]) if args.peers else {}
+    done = run_bench(path, device, None if args.dtype == "auto" else args.dtype, name, progress)
+    if not args.peers:
+        print(msgspec.json.encode(done.report).decode() if args.json else "\n".join(table(done.report)))
         return DONE
-    for line in table(report):
-        print(line)
+    outcomes = measure_peers(done.task(path), peers, progress)
+    report = msgspec.structs.replace(done.report, peers=[done.peer(outcome) for outcome in outcomes])
+    rows = compare(report)
+    if args.json:
+        print(msgspec.json.encode(msgspec.to_builtins(report) | {"rows": rows}).decode())
+    else:
+        print("\n".join((*table(report), *comparison_table(report, rows))))
     return DONE

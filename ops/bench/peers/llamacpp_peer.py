@@ -1,0 +1,65 @@
+"""llama.cpp's server in this process, through the package `xllamacpp`, by the times that it takes itself."""
+
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+
+import xllamacpp
+
+from ops.bench.peers.spec import PeerTask
+
+_MS = 1000.0
+_SPARE = 32
+_BATCH = 2048
+"""Its own default: tokens that are given to the model at a time."""
+
+
+class LlamaCppPeer:
+    """Implements Peer. One server at a time: the number of sequences is fixed when it is started."""
+
+    version = xllamacpp.__version__
+
+    def __init__(self, task: PeerTask) -> None:
+        self._task = task
+        self._shape = (0, 0)
+        self._server: xllamacpp.Server | None = None
+        self._start(1, task.prompt_room)
+
+    def prompt(self, tokens: list[int]) -> float:
+        """Its own time of the prompt."""
+        self._start(1, self._task.prompt_room)
+        return float(self._complete(tokens, 1)["prompt_ms"]) / _MS
+
+    def decode(self, prompts: list[list[int]], steps: int) -> float:
+        """The prompts twice: the second time they are cached, so that all sequences decode together from the start."""
+        self._start(len(prompts), self._task.decode_room)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(lambda prompt: self._complete(prompt, 1), prompts))
+            timings = list(pool.map(lambda prompt: self._complete(prompt, 2 * steps), prompts))
+        return statistics.median(float(timing["predicted_per_token_ms"]) for timing in timings) / _MS
+
+    def _complete(self, prompt: list[int], new: int) -> dict[str, float]:
+        assert self._server is not None
+        request = {"prompt": prompt, "n_predict": new, "temperature": 0, "cache_prompt": True, "ignore_eos": True}
+        answer = self._server.handle_completions(request)
+        if "timings" not in answer:
+            raise RuntimeError(f"llama.cpp: {answer}")
+        timings: dict[str, float] = answer["timings"]
+        return timings
+
+    def _start(self, slots: int, room: int) -> None:
+        if self._shape == (slots, room):
+            return
+        self._server = None
+        task, params = self._task, xllamacpp.CommonParams()
+        params.model.path = task.model
+        params.n_parallel = slots
+        params.n_ctx = slots * (room + _SPARE)
+        params.n_batch = max(_BATCH, room)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
+        params.cache_ram_mib = 0
+        self._server, self._shape = xllamacpp.Server(params), (slots, room)
+
+
+def load(task: PeerTask) -> LlamaCppPeer:
+    """RuntimeError for what it cannot read."""
+    return LlamaCppPeer(task)
