@@ -41,7 +41,7 @@ class Takeover:
             return _only(_committed(entry))
         if message.num_pieces > entry.ledger.num_layers * entry.spec.num_known:
             refused = Send(client.incarnation, CommitRefused(key=message.key, reason="more pieces than there is KV"))
-            return Started([*self.entries.drop(entry), refused], [])
+            return Started([*self.entries.drop(entry, now), refused], [])
         entry.commit, entry.cached_tokens = message, message.cached_tokens
         entry.ledger.last_arrival = now
         entry.machine.move(ReceiveEvent.COMMIT, now)
