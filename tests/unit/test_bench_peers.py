@@ -1,4 +1,4 @@
-"""`kvferry bench engine --peers`: the same cases in other engines, each in its own process; why one could not; the rows."""
+"""`kvferry bench engine --peers`: the same cases in other engines, each in its own process; or why not; the rows."""
 
 import json
 import sys
@@ -72,6 +72,7 @@ def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
 def test_peers_that_want_a_gguf_file_say_so(tmp_path: Path) -> None:
     outcome = measure_peer("llamacpp", sys.executable, task(tmp_path), tmp_path)
     assert (outcome.times, outcome.error) == (None, "takes GGUF files alone: give one as --model")
+    assert not any(tmp_path.iterdir())
     assert measure_peer("openvino", sys.executable, task(tmp_path), tmp_path).error == "not in float32"
 
 
