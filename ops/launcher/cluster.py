@@ -21,7 +21,6 @@ CONFIG_ENV = "KVFERRY_CONFIG"
 
 _KILL_MARGIN_S = 5.0
 _PROXY_STOP_S = 5.0
-_IPC_PATH_CHARS = 100
 _STAGES: dict[Role, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "unsplit": Stage.DECODE}
 """An unsplit node stays while prefill nodes may still hand requests over to it."""
 
@@ -102,9 +101,9 @@ def router_children(config: ClusterConfig, config_file: Path, run_dir: Path, lis
 
 
 def _private_discovery(discovery: DiscoveryConfig, run_dir: Path) -> DiscoveryConfig:
-    """Endpoints in the run directory, unless the user chose some or the path is too long for a socket."""
+    """Endpoints in the run directory, unless the user chose some."""
     nodes, workers = run_dir / "announce", run_dir / "members"
-    if discovery != DiscoveryConfig() or len(str(nodes)) > _IPC_PATH_CHARS:
+    if discovery != DiscoveryConfig():
         return discovery
     return msgspec.structs.replace(
         discovery, announce_to=(f"ipc://{nodes}",), proxy_nodes=f"ipc://{nodes}", proxy_workers=f"ipc://{workers}"

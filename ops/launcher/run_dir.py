@@ -11,13 +11,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common.errors import KvferryError
+
 _LOCK = "lock"
+_RANDOM_CHARS = 8
+_FILE_CHARS = 16
+"""Room for the name of a socket in it."""
+SOCKET_PATH_BYTES = 107
+"""What the kernel takes (sun_path)."""
 
 
 def run_base() -> Path:
-    """Where run directories are made: $XDG_RUNTIME_DIR, else the temporary directory."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    """Where run directories are made: $XDG_RUNTIME_DIR, the temporary directory or /tmp, the first that will do.
+
+    That is one that can be written, and whose path is short enough for sockets in it. KvferryError when none is.
+    """
+    places = [place for place in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp") if place]
+    for place in places:
+        if os.access(place, os.W_OK | os.X_OK) and has_room_for_sockets(Path(place)):
+            return Path(place)
+    raise KvferryError(
+        f"no place for sockets: set XDG_RUNTIME_DIR or TMPDIR to a directory that can be written and whose path has at "
+        f"most {SOCKET_PATH_BYTES - _below_bytes()} bytes; tried {', '.join(places)}"
+    )
+
+
+def has_room_for_sockets(base: Path) -> bool:
+    """Whether a socket in a run directory below this one has a path that the kernel takes."""
+    return len(os.fsencode(base.absolute())) + _below_bytes() <= SOCKET_PATH_BYTES
+
+
+def _below_bytes() -> int:
+    return len(f"/{_name('x' * _RANDOM_CHARS)}/") + _FILE_CHARS
 
 
 @contextmanager

@@ -59,7 +59,7 @@ def _prepared(config: ClusterConfig, roles: tuple[KeyRole, ...]) -> Iterator[tup
     for note in config_notes(config):
         _LOG.warning(note)
     for role in roles:
-        load_security(config.security, role)  # a wrong key is told here, not by every child in turn
+        _check_keys(config, role)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     listener = listen(config.router.host, config.router.port, config.router.backlog)
     try:
@@ -69,6 +69,13 @@ def _prepared(config: ClusterConfig, roles: tuple[KeyRole, ...]) -> Iterator[tup
         listener.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _check_keys(config: ClusterConfig, role: KeyRole) -> None:
+    """What is wrong with keys is told here, not by every child in turn."""
+    security = load_security(config.security, role)
+    if security is not None and role == "router":
+        security.completed("router.nodes", config.router.nodes, "node")
 
 
 def _supervise(

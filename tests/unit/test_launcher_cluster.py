@@ -49,10 +49,6 @@ def test_endpoints_that_the_user_chose_stay():
     assert chosen.proxy_nodes == "tcp://127.0.0.1:7"
 
 
-def test_a_path_too_long_for_a_socket_is_not_used():
-    assert served(run_dir=Path("/" + "a" * 120)).discovery.proxy_nodes.startswith("tcp://")
-
-
 def test_a_cluster_is_a_proxy_a_router_and_its_nodes():
     config = served("serve.prefill=2", "serve.decode=1")
     children = cluster_children(config, FILE, RUN_DIR, 5)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -14,13 +15,16 @@ import psutil
 import pytest
 
 from common.clock import MonotonicClock
+from common.config.host import HostFacts
+from common.config.load import load_config
 from common.errors import ConfigError, KvferryError
+from ops.launcher.cluster import serve_config
 from ops.launcher.core import ChildPlan, Stage
 from ops.launcher.listen import listen
 from ops.launcher.process import ChildSpec, prefixed, start_child
 from ops.launcher.readiness import status_of, wait_until_answered
 from ops.launcher.restart_policy import RestartLimits
-from ops.launcher.run_dir import remove_left_over, run_base, run_directory
+from ops.launcher.run_dir import has_room_for_sockets, remove_left_over, run_base, run_directory
 from ops.launcher.supervisor import STOP_SIGNALS, Supervisor
 
 LIMITS = RestartLimits(min_s=0.01, max_s=0.1, healthy_after_s=60.0)
@@ -291,6 +295,34 @@ def test_the_run_directory_lies_where_the_session_has_its_own(tmp_path: Path, mo
     assert run_base() == tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     assert run_base() != tmp_path / "none"
+
+
+def test_a_run_directory_has_room_for_the_path_of_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A bound socket is the proof: one character more, and the next place is taken."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    length = next(number for number in range(200, 0, -1) if has_room_for_sockets(Path("/" + "a" * (number - 1))))
+    longest = tmp_path / ("a" * (length - len(str(tmp_path)) - 1))
+    for place, wanted in ((longest, longest), (longest.with_name(longest.name + "a"), tmp_path)):
+        place.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+        with run_directory() as path:
+            assert path.parent == wanted
+            host = HostFacts(cores=1, free_memory_bytes=8 << 30)
+            discovery = serve_config(load_config(), path, model_path="/m", name="m", port=1, host=host).discovery
+            for endpoint in (discovery.proxy_nodes, discovery.proxy_workers):
+                assert endpoint.startswith(f"ipc://{path}/")
+                with socket.socket(socket.AF_UNIX) as bound:
+                    bound.bind(endpoint.removeprefix("ipc://"))
+
+
+def test_no_place_for_sockets_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    deep = tmp_path / ("a" * 100)
+    deep.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(os, "access", lambda place, mode: place != "/tmp")
+    with pytest.raises(KvferryError, match=r"set XDG_RUNTIME_DIR or TMPDIR to a directory .* at most"):
+        run_base()
 
 
 def test_port_zero_picks_one_and_a_taken_one_is_told():
