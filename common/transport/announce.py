@@ -137,8 +137,8 @@ class Announcer:
 
     def _reason(self) -> str:
         if self._context.security is None:
-            return "it has keys and this node has none, or it is no proxy"
-        return "it does not let this node's key in, runs without keys, or is not who its key says"
+            return "it does not answer, has keys and this node has none, or is no proxy"
+        return "it does not answer, does not let this node's key in, runs without keys, or is not who its key says"
 
     def _reconnect(self, publisher: "zmq.Socket[bytes]") -> None:
         if self.given_up != self._renewed:

@@ -215,8 +215,8 @@ class ClientLinks:
 
     def _reason(self) -> str:
         if self._context.security is None:
-            return "it has keys and this process has none, or it is no node"
-        return "it lacks this process' key in its security.allowed_keys, runs without keys, or is not who its key says"
+            return "it does not answer, has keys and this process has none, or is no node"
+        return "it does not answer, does not let this process' key in, runs without keys, or is not who its key says"
 
     def _on_probe(self, endpoint: str, result: ProbeResult) -> None:
         if result is ProbeResult.ACCEPTED:

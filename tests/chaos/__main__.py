@@ -19,6 +19,7 @@ from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hu
 from tests.chaos.report import write_report
 from tests.chaos.stand import VOCAB_SIZE, Shape, Stand, standing, tiny_model
 from tests.chaos.trial import Plan, Result, run_trial
+from tests.support.keys import KeyRing
 from tests.support.real_model import real_model_path
 
 _SETTINGS = {
@@ -42,6 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", action="store_true", help="the small real model, and smaller numbers")
+    parser.add_argument("--keys", action="store_true", help="with keys on all sockets")
     parser.add_argument("--requests", type=int, help="at least so many (5000; real 500)")
     parser.add_argument("--faults", type=int, help="kills, stops, SIGTERMs and cuts (200; real 25)")
     parser.add_argument("--gap", type=float, help="mean seconds between two faults (3; real 8)")
@@ -69,7 +71,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kvf-chaos-") as name:
         directory = Path(name)
         model = real_model_path() if args.real else tiny_model(directory / "m")
-        shape = Shape(model, settings=_REAL_SETTINGS if args.real else _SETTINGS)
+        keys = KeyRing(directory / "keys") if args.keys else None
+        shape = Shape(model, settings=_REAL_SETTINGS if args.real else _SETTINGS, keys=keys)
         with standing(shape, directory, make_links) as stand:
             try:
                 result = asyncio.run(run_trial(stand, plan, _target(stand, args)))

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.config.endpoints import with_key
 from tests.chaos.launch import write_places
 from tests.chaos.links import Links, parts_of
+from tests.support.keys import KeyRing
 from tests.support.node_watch import NodeWatch
 from tests.support.serve import Served, ServeOptions, serving, wait_until
 from tests.support.tiny_llama import make_checkpoint
@@ -26,6 +28,8 @@ class Shape:
     decode: int = 2
     workers: int = 2
     settings: Mapping[str, object] = field(default_factory=dict)
+    keys: KeyRing | None = None
+    """With keys on all sockets."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -67,10 +71,11 @@ def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]]
     try:
         places = directory / "places.json"
         write_places(places, links.places())
+        settings = {**shape.settings, **(shape.keys.settings() if shape.keys else {})}
         options = ServeOptions(
-            shape.model, shape.prefill, shape.decode, shape.workers, shape.settings, ("tests.chaos.launch", str(places))
+            shape.model, shape.prefill, shape.decode, shape.workers, settings, ("tests.chaos.launch", str(places))
         )
-        with serving(options) as served, NodeWatch(served.members_endpoint()) as watch:
+        with serving(options) as served, _watch(served, shape.keys) as watch:
             stand = Stand(shape, served, links, watch)
             stand.wait_whole()
             yield stand
@@ -78,6 +83,13 @@ def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]]
                 stand.wait_whole()
     finally:
         links.close()
+
+
+def _watch(served: Served, keys: KeyRing | None) -> NodeWatch:
+    members = served.members_endpoint()
+    if keys is None:
+        return NodeWatch(members)
+    return NodeWatch(with_key(members, keys.public["router"].hex), keys.security("router"))
 
 
 async def on_every_worker(stand: Stand, what: Callable[[], Awaitable[object]]) -> None:

@@ -26,13 +26,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
 
 @pytest.fixture(scope="module")
 def cluster(serve: Serve, keys: KeyRing) -> Iterator[Served]:
-    settings = {
-        "security.allowed_keys": keys.allowed,
-        "security.node_key_file": keys.secret_file("node"),
-        "security.router_key_file": keys.secret_file("router"),
-        "serve.restart_min_s": 0.1,
-    }
-    with serve(settings=settings) as cluster:
+    with serve(settings={**keys.settings(), "serve.restart_min_s": 0.1}) as cluster:
         yield cluster
 
 
@@ -77,9 +71,8 @@ def test_a_key_that_does_not_fit_stops_the_start(
     keys: KeyRing, reference: Reference, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["serve", "--model", str(reference.path), "--port", "0"]
-    for key in ("allowed_keys", "node_key_file", "router_key_file"):
-        value = keys.allowed if key == "allowed_keys" else keys.secret_file("node")
-        words += ["--set", f"security.{key}={value}"]
+    for key, value in {**keys.settings(), "security.router_key_file": keys.secret_file("node")}.items():
+        words += ["--set", f"{key}={value}"]
     assert main(words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvferry serve: error")]
     assert "security.router_key_file" in line

@@ -48,6 +48,14 @@ class KeyRing:
             kv="on" if kv else "off",
         )
 
+    def settings(self) -> dict[str, object]:
+        """`--set` keys and values of a whole cluster."""
+        return {
+            "security.allowed_keys": self.allowed,
+            "security.node_key_file": self.secret_file("node"),
+            "security.router_key_file": self.secret_file("router"),
+        }
+
     def security(self, role: KeyRole, name: str = "", *, kv: bool = True) -> Security:
         """A process' keys."""
         security = load_security(self.config(role, name, kv=kv), role)
