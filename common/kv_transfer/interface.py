@@ -1,7 +1,8 @@
 """What a mover of KV bytes is, whatever carries them. Types only.
 
 The hand-over's state machine decides what is sent, expected and given up; a mover only moves bytes and says what became
-of them, by events of `common.state.events` that it posts from threads of its own. No call here waits for a peer.
+of them, by events of `common.state.events` that it posts from threads of its own. KvFailed is the last event of a
+thread that an exception ended. No call here waits for a peer.
 
 Two kinds fit behind it. A two-sided one (`zmq`) checks each piece where it arrives, before any block is touched. A
 one-sided one writes into staging slots of the receiver, never into blocks; Granted says which are whose, a Piece names
@@ -16,9 +17,9 @@ from common.clock import Clock
 from common.config.protocol import Limits
 from common.ids import Incarnation, TransferKey
 from common.protocol.messages import Piece
-from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 
-KvEvent = PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad
+KvEvent = PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | KvFailed
 Post = Callable[[KvEvent], None]
 """Takes an event over to the control thread. Called from any thread; neither waits nor raises."""
 

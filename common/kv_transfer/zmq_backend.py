@@ -3,6 +3,7 @@
 Control and KV share no connection. The thread reads blocks, sends, receives and writes; callers only leave commands.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from common.kv_transfer.send_queue import Window
 from common.kv_transfer.zmq_receiver import ZmqReceiver
 from common.kv_transfer.zmq_sender import ZmqSender
 from common.protocol.messages import Piece
-from common.state.events import KvSendFailed, PiecesStopped
+from common.state.events import KvFailed, KvSendFailed, PiecesStopped
 from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkMonitor
@@ -27,6 +28,7 @@ from common.transport.options import DEFAULT_TIMERS, SocketOptions
 from common.transport.poll_loop import PollLoop
 from common.transport.wakeup import Inbox, Wakeup
 
+_LOG = logging.getLogger("kvferry.kv")
 WINDOW = Window(num_bytes=16_777_216, num_pieces=32, stall_s=5.0)
 FLUSH_S = 0.02
 """Between two tries to give credits to a peer that is full."""
@@ -151,6 +153,9 @@ class ZmqKvMover:
                 self._sender.give_up_stalled()
                 if self._socket.has_pending:
                     self._socket.flush()
+        except Exception as error:  # noqa: BLE001  whatever it was, KV moves no more: the process ends
+            _LOG.critical("the KV thread failed", exc_info=error)
+            self._post(KvFailed(f"{type(error).__name__}: {error}"))
         finally:
             # Also when a bug ended the loop: the peers see closed connections, and callers are told at once.
             self._ended = True

@@ -52,15 +52,16 @@ class EngineThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self._activate()
-        while (plan := self._plans.get()) is not None:
-            try:
+        doing = "binding to the device"
+        try:
+            self._activate()
+            while (plan := self._plans.get()) is not None:
+                doing = f"step {plan.step_id}"
                 result = self._runner.execute(plan, self._reporter(plan) if plan.report_layers else None)
-            except Exception as error:  # noqa: BLE001  whatever it was, the device is in no known state: the process ends
-                self._log.critical("step %d failed", plan.step_id, exc_info=error)
-                self._post(EngineFailed(f"{type(error).__name__}: {error}"))
-                return
-            self._post(StepDone(result))
+                self._post(StepDone(result))
+        except Exception as error:  # noqa: BLE001  whatever it was, the device is in no known state: the process ends
+            self._log.critical("%s failed", doing, exc_info=error)
+            self._post(EngineFailed(f"{doing}: {type(error).__name__}: {error}"))
 
     def _reporter(self, plan: StepPlan) -> Callable[[int], None]:
         return lambda layers: self._post(LayersDone(plan.step_id, layers))

@@ -74,6 +74,13 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class KvFailed:
+    """The thread that moves KV raised: nothing is sent or written any more, so the process cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class PieceSent:
     """The transport has let go of a piece's blocks: its bytes are on their way, or written where it is one-sided."""
 
@@ -126,5 +133,5 @@ class DrainRequested:
 
 Event = (
     Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepDone | EngineFailed
-    | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed | DrainRequested
+    | KvFailed | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed | DrainRequested
 )  # fmt: skip

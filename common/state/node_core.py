@@ -33,7 +33,7 @@ from common.scheduling.scheduler import Scheduler
 from common.scheduling.sequence import SequenceSpec
 from common.state.actions import Action, ExitProcess, RunStep, Send
 from common.state.clients import Client, ClientTable
-from common.state.events import DrainRequested, EngineFailed, Event, LayersDone, Received, StepDone, Tick
+from common.state.events import DrainRequested, EngineFailed, Event, KvFailed, LayersDone, Received, StepDone, Tick
 from common.state.leg import Leg
 
 HandoverMessage = Reserve | Commit | Abort
@@ -106,6 +106,8 @@ class NodeCore:
                 actions += self._scheduler_events(self.scheduler.apply(result, now), now)
             case EngineFailed(reason):
                 actions.append(self._exit(f"the engine failed: {reason}", 1))
+            case KvFailed(reason):
+                actions.append(self._exit(f"moving KV failed: {reason}", 1))
             case DrainRequested():
                 actions += self._drain(now)
             case Tick():
