@@ -4,6 +4,7 @@ Runs on the KV thread. What goes out is a copy of the blocks, so these are let g
 sends that copy without another one.
 """
 
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.poll_loop import PollLoop
 
+_LOG = logging.getLogger("kvferry.kv")
 BATCH = 8
 """Pieces sent before receiving gets its turn."""
 
@@ -49,21 +51,29 @@ class ZmqSender:
         self._queue = SendQueue(window)
         self._checksum = checksum
         self._routes: dict[Incarnation, _Route] = {}
+        self._unconnected: dict[Incarnation, str] = {}
         self.counts: Counter[str] = Counter()
         """`pieces`, `bytes` (sent); `failed` (keys), `malformed` (messages from peers)."""
 
     # -- commands
 
     def open(self, peer: Incarnation, endpoint: str) -> None:
-        """Connect to a peer, anew when its endpoint has changed. To a wrong endpoint every piece will fail."""
+        """Connect to a peer, anew when its endpoint has changed. To a wrong endpoint every piece will fail.
+
+        An endpoint whose key is not allowed is tried again with each piece: it may be by then.
+        """
         route = self._routes.get(peer)
         if route is not None and route.endpoint == endpoint:
             return
+        told = self._unconnected.get(peer) == endpoint
         self.close_peer(peer)
         link, monitor = self._make_link()
         try:
             link.connect(endpoint)
-        except ConfigError:  # it came from another process
+        except ConfigError as error:  # it came from another process
+            if not told:
+                _LOG.warning("no KV can be sent: %s", error)
+            self._unconnected[peer] = endpoint
             monitor.close()
             link.close()
             return
@@ -74,12 +84,15 @@ class ZmqSender:
 
     def close_peer(self, peer: Incarnation) -> None:
         """Close the link to a peer and drop what waits for it."""
+        self._unconnected.pop(peer, None)
         self._disconnect(peer)
         for key in self._queue.close(peer):
             self._end.post(PiecesStopped(key))
 
     def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
         """Let a piece wait for its turn."""
+        if (endpoint := self._unconnected.get(piece.key.decode)) is not None:
+            self.open(piece.key.decode, endpoint)
         if piece.key.decode not in self._queue:
             self._fail(piece.key, "no link to this node")
             return

@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,8 +21,18 @@ from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.node_socket import NodeSocket
 from common.transport.options import SocketOptions
+from tests.support.keys import KeyRing
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
-from tests.support.transport import DEADLINE_S, ipc_endpoint, num_fds, take_one, transport_context, wait_until
+from tests.support.transport import (
+    DEADLINE_S,
+    closing,
+    ipc_endpoint,
+    num_fds,
+    opened,
+    take_one,
+    transport_context,
+    wait_until,
+)
 
 TABLE = (3, 1, 6)
 WINDOW = Window(num_bytes=1_000_000, num_pieces=4, stall_s=DEADLINE_S)
@@ -97,6 +108,10 @@ def decode(context: TransportContext) -> Iterator[Node]:
     node = Node(context)
     yield node
     node.close()
+
+
+def has_failed(node: Node, count: int) -> bool:
+    return len(node.posted.of(KvSendFailed)) == count
 
 
 def all_layers(node: Node, key_number: int, to: Node, number: int = 0, tokens: tuple[int, int] = (2, 11)) -> Piece:
@@ -445,6 +460,27 @@ def test_an_endpoint_that_is_none_fails_the_pieces(prefill: Node, wrong: str):
     prefill.mover.open(peer, wrong)
     prefill.mover.send(piece_of(prefill.cache, key, layers=(0, 4), tokens=(0, 4)), TABLE)
     wait_until(lambda: prefill.posted.all() == [KvSendFailed(key, "no link to this node")])
+
+
+def test_kv_goes_with_keys_and_as_soon_as_the_other_one_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    keys = KeyRing(tmp_path / "keys")
+    public = keys.add("late", "node")
+    with closing() as stack:
+        late = Node(opened(stack, keys.security("node", "late")))
+        stack.callback(late.close)
+        keys.forbid("late")
+        sender = Node(opened(stack, keys.security("node")), cache=MemoryCache().fill(2))
+        stack.callback(sender.close)
+        late.mover.expect(key_between(sender.me, late.me), TABLE)
+        sender.mover.open(late.me, late.endpoint)
+        for count in (1, 2):
+            sender.mover.send(all_layers(sender, 1, late), TABLE)
+            wait_until(partial(has_failed, sender, count))
+        assert [record.name for record in caplog.records] == ["kvferry.kv"]
+        assert public.hex in caplog.records[0].getMessage()
+        keys.allow("late", public)
+        sender.mover.send(all_layers(sender, 1, late), TABLE)
+        wait_until(lambda: late.posted.of(PieceArrived))
 
 
 def test_a_piece_that_cannot_be_read_fails_its_key_alone(prefill: Node, decode: Node):
