@@ -9,6 +9,7 @@ import socket
 from enum import Enum
 
 from common.config.endpoints import Endpoint, parse_endpoint
+from common.within import within
 
 
 class ProbeResult(Enum):
@@ -50,8 +51,7 @@ async def probe_async(endpoint: str, timeout_s: float) -> ProbeResult:
     if parsed.scheme == "inproc":
         return ProbeResult.UNKNOWN
     try:
-        async with asyncio.timeout(timeout_s):
-            await _connect_and_close(parsed)
+        await within(timeout_s, _connect_and_close(parsed))
     except OSError as error:  # TimeoutError is one
         return _judge(error)
     return ProbeResult.ACCEPTED

@@ -3,6 +3,8 @@
 import asyncio
 from urllib.parse import urlsplit
 
+from common.within import within
+
 _ANSWER_WAIT_S = 5.0
 _PAUSE_S = 0.1
 _ASKS_PER_WORKER = 4
@@ -31,8 +33,7 @@ async def _all_answer(url: str, path: str, count: int) -> bool:
 async def status_of(url: str, path: str) -> int:
     """The status of one GET; 0 when there was no answer in time."""
     try:
-        async with asyncio.timeout(_ANSWER_WAIT_S):
-            return await _get(url, path)
+        return await within(_ANSWER_WAIT_S, _get(url, path))
     except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
         return 0
 

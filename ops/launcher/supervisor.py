@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from common.clock import Clock
 from common.errors import ConfigError, InvariantError, KvferryError
+from common.within import within
 from ops.launcher.core import (
     Action,
     AnnounceReady,
@@ -93,7 +94,7 @@ class Supervisor:
         wakeup = self._core.next_wakeup()
         timeout_s = None if wakeup is None else max(0.0, wakeup - self._clock.now())
         try:
-            return await asyncio.wait_for(self._events.get(), timeout_s)
+            return await within(timeout_s, self._events.get())
         except TimeoutError:
             return Tick()
 

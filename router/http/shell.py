@@ -4,7 +4,6 @@ Falcon notices a client that left only while it streams, and reads from the body
 shell hands it a request without a body; `Exchange` owns the real incoming side. Decides nothing about requests.
 """
 
-import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import cast
@@ -13,6 +12,7 @@ import falcon.asgi
 from falcon import COMBINED_METHODS
 from falcon.asgi import Request, Response
 
+from common.within import within
 from router.http.access_log import log_exchange
 from router.http.asgi import Message, Receive, Scope, Send
 from router.http.dependencies import AppDependencies
@@ -123,9 +123,12 @@ class _Answer:
         if exchange.expects_continue or exchange.body_ended:
             return
         with suppress(TimeoutError, ClientGoneError):
-            async with asyncio.timeout(LINGER_S):
-                while await exchange.read_chunk() is not None:
-                    pass
+            await within(LINGER_S, _read_to_the_end(exchange))
+
+
+async def _read_to_the_end(exchange: Exchange) -> None:
+    while await exchange.read_chunk() is not None:
+        pass
 
 
 async def _receive_no_body() -> Message:
