@@ -31,6 +31,8 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     """The cache tensors in wire order, with their shapes per token; the physical layout is the device's own."""
     block_size: Count
     num_layers: Count
+    tensor_parallel: Count = 1
+    """Rank i sends to rank i."""
 
     def difference(self, other: "Compatibility") -> str | None:
         """The first field that differs, as `field: mine != theirs`; None when all agree."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.load import load_config
+from common.with_parent import die_with_parent
 from ops.launcher.cluster import CONFIG_ENV
 from ops.launcher.gunicorn_logger import GunicornLogger
-from ops.launcher.with_parent import die_with_parent
 
 if TYPE_CHECKING:
     from gunicorn.arbiter import Arbiter

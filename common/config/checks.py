@@ -94,6 +94,7 @@ def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
         ("kv_bind", config.security.is_on and config.security.kv == "on"),
     ):
         _check_bind(f"{role}.{key}", getattr(section, key), keyed or config.node.allow_remote, "node.allow_remote")
+    _check_ranks(role, section, config.node.tensor_parallel)
     for bind_key, key in (("bind", "advertise"), ("kv_bind", "kv_advertise")):
         advertised = getattr(section, key)
         if advertised:
@@ -101,6 +102,16 @@ def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
                 raise ConfigError(f"{role}.{key}: {advertised} is no address that others can connect to")
         elif _endpoint(f"{role}.{bind_key}", getattr(section, bind_key)).is_wildcard:
             raise ConfigError(f"{role}.{key}: needed, for {role}.{bind_key} is a wildcard address")
+
+
+def _check_ranks(role: str, section: RoleConfig, size: int) -> None:
+    for key in ("kv_bind", "kv_advertise") if size > 1 else ():
+        text = getattr(section, key)
+        endpoint = _endpoint(f"{role}.{key}", text) if text else None
+        if endpoint is not None and endpoint.scheme == "inproc":
+            raise ConfigError(f"{role}.{key}: {text} does not reach the other ranks' processes")
+        if endpoint is not None and (endpoint.port or 0) + size - 1 > 65535:
+            raise ConfigError(f"{role}.{key}: {text} leaves no ports for {size} ranks")
 
 
 def _check_discovery(config: ClusterConfig) -> None:

@@ -51,6 +51,20 @@ def with_key(text: str, key: str) -> str:
     return text.partition(_KEY_MARK)[0] + _KEY_MARK + key
 
 
+def endpoint_of_rank(endpoint: str, rank: int) -> str:
+    """What rank `rank` of a tensor-parallel node binds or is reached at, where rank 0 has `endpoint`.
+
+    A given port is counted up, a path gets the rank's number, and a free port is any free port.
+    """
+    if rank == 0 or not endpoint:
+        return endpoint
+    parsed, (plain, mark, key) = parse_endpoint(endpoint), endpoint.partition(_KEY_MARK)
+    if parsed.port == 0:
+        return endpoint
+    counted = f"{plain}.{rank}" if parsed.port is None else f"{plain.rpartition(':')[0]}:{parsed.port + rank}"
+    return counted + mark + key
+
+
 def parse_endpoint(text: str) -> Endpoint:
     """Take an endpoint apart; ConfigError when it is none."""
     place, marked, key = text.partition(_KEY_MARK)

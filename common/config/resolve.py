@@ -31,7 +31,9 @@ class NodeSettings:
     kv_cache_bytes_on_cpu: int
     model_memory_bytes: int | None
     """None: as much as is free."""
+    tensor_parallel: int
     threads: int
+    """Of each rank."""
     max_step_tokens: int
     max_running: int
     prefix_cache: bool
@@ -58,7 +60,8 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         kv_cache_bytes=own.kv_cache_bytes or node.kv_cache_bytes,
         kv_cache_bytes_on_cpu=default_kv_cache_bytes(host.free_memory_bytes, nodes),
         model_memory_bytes=node.model_memory_bytes,
-        threads=own.threads or node.threads or max(1, host.cores // nodes),
+        tensor_parallel=node.tensor_parallel,
+        threads=max(1, (own.threads or node.threads or host.cores // nodes) // node.tensor_parallel),
         max_step_tokens=max_step_tokens,
         max_running=min(own.max_running or node.max_running, max_step_tokens),
         prefix_cache=node.prefix_cache,

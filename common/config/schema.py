@@ -98,8 +98,8 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     """Tokens in one block of KV cache. The same on all nodes."""
     kv_cache_bytes: Positive | None = None
-    """KV cache of a node, in bytes. Worked out on a CPU: a tenth of the free memory shared by the host's nodes, at
-    most 1 GiB; on other devices: what is left after the weights."""
+    """KV cache of a node, in bytes, of all its ranks together. Worked out on a CPU: a tenth of the free memory shared
+    by the host's nodes, at most 1 GiB; on other devices: what is left after the weights."""
     model_memory_bytes: Positive | None = None
     """Most memory that a node on a CPU may take beside its KV cache; a model that needs more is refused before it is
     loaded. Worked out by kvferry serve: what is free at its start, without the KV caches, in equal parts for its nodes.
@@ -109,6 +109,9 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nodes_on_host: Positive | None = None
     """How many nodes share a host. Worked out: serve.prefill + serve.decode + serve.unsplit. Set it to 1 where a node
     has its host to itself."""
+    tensor_parallel: Positive = 1
+    """Processes that a node's model is cut over, with a device each (a CPU node's ranks share its threads). The same on
+    all nodes. The model's heads, key-value heads and MLP sizes must divide by it."""
     max_step_tokens: Positive = 512
     """Tokens computed in one step, prefill chunks and decode tokens together: how finely a long prompt is cut."""
     max_running: Positive = 128
@@ -129,7 +132,8 @@ class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bind: str = "tcp://127.0.0.1:*"
     """Control endpoint to bind; a * takes a free port."""
     kv_bind: str = "tcp://127.0.0.1:*"
-    """KV endpoint to bind; control and KV never share a connection."""
+    """KV endpoint to bind; control and KV never share a connection. Rank i of a tensor-parallel node binds the i-th
+    port after it."""
     advertise: str = ""
     """How others reach the control endpoint. Empty means as bound; needed when bind is a wildcard address. A port of
     * stands for the bound one."""
@@ -138,7 +142,7 @@ class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device: Device | None = None
     """In place of model.device."""
     device_index: Annotated[int, Meta(ge=0)] = 0
-    """Which of several accelerators."""
+    """Which of several accelerators; rank i of a tensor-parallel node takes the i-th after it."""
     kv_cache_bytes: Positive | None = None
     """In place of node.kv_cache_bytes."""
     threads: Positive | None = None

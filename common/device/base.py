@@ -49,6 +49,11 @@ class KvTensorSpec:
     shard_axis: int | None = 0
     """Axis of shape_per_token that tensor parallel splits; None: replicated."""
 
+    def whole_shape(self, ranks: int) -> tuple[int, ...]:
+        """The shape per token of all ranks' parts together, where this is one of them."""
+        factors = (ranks if axis == self.shard_axis else 1 for axis in range(len(self.shape_per_token)))
+        return tuple(size * factor for size, factor in zip(self.shape_per_token, factors, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:

@@ -63,8 +63,8 @@ class KvMover(Protocol):
         """Bind and begin; returns the endpoint that others send to. ConfigError when it cannot be bound."""
         ...
 
-    def open(self, peer: Incarnation, endpoint: str) -> None:
-        """Make ready to send to this life."""
+    def open(self, peer: Incarnation, *endpoints: str) -> None:
+        """Make ready to send to this life, which has an endpoint for each of its ranks."""
         ...
 
     def close_peer(self, peer: Incarnation) -> None:

@@ -85,9 +85,10 @@ class ZmqKvMover:
         self._thread.start()
         return bound
 
-    def open(self, peer: Incarnation, endpoint: str) -> None:
-        """Make ready to send to this life."""
-        self._inbox.put(partial(self._sender.open, peer, endpoint))
+    def open(self, peer: Incarnation, *endpoints: str) -> None:
+        """Make ready to send to this life; with another number of endpoints than one nothing can be sent."""
+        if len(endpoints) == 1:
+            self._inbox.put(partial(self._sender.open, peer, endpoints[0]))
 
     def close_peer(self, peer: Incarnation) -> None:
         """Nothing goes to this life any more; posts PiecesStopped for every key that had pieces waiting."""

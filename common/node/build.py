@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from common.clock import Clock
-from common.config.endpoints import parse_endpoint, with_key
+from common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
 from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
 from common.device.base import Device
@@ -15,15 +16,20 @@ from common.engine.sampler import Sampler
 from common.errors import ConfigError
 from common.ids import Incarnation, new_incarnation
 from common.kv.block_pool import BlockPool
-from common.kv_transfer.zmq_backend import ZmqKvMover
+from common.kv_transfer.build import make_mover
+from common.kv_transfer.interface import KvMover
 from common.model_info import Compatibility, ModelInfo
 from common.models.load import LoadedModel
 from common.node.engine_thread import EngineThread, StepRunner
 from common.node.shell import NodeParts, NodeShell
 from common.protocol.messages import PROTOCOL_VERSION
+from common.ranks.kv import RankedKvMover
+from common.ranks.runner import LeadRunner
+from common.ranks.team import RankTeam
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.state.clients import ClientTable
+from common.state.events import Event
 from common.state.leg import Leg
 from common.state.node_core import NodeCore, NodeIdentity
 from common.state.piece_plan import KvShape
@@ -66,8 +72,16 @@ class NodeBuilder:
     """Makes one node's shell out of a loaded model."""
 
     def __init__(
-        self, loaded: LoadedModel, device: Device, settings: NodeSettings, around: Surroundings, make_legs: MakeLegs
+        self,
+        loaded: LoadedModel,
+        device: Device,
+        settings: NodeSettings,
+        around: Surroundings,
+        make_legs: MakeLegs,
+        team: RankTeam | None = None,
     ) -> None:
+        """`loaded` is rank 0's part of the model where there is a `team` of other ranks, which have been started."""
+        self._team = team
         self._loaded = loaded
         self._device = device
         self._settings = settings
@@ -77,7 +91,10 @@ class NodeBuilder:
         self._cache: KvCache | None = None
 
     def build(self) -> NodeShell:
-        """Allocate the KV cache and put the shell together. ConfigError when not even one request would fit."""
+        """Allocate the KV cache and put the shell together; with a team, wait until all ranks have done so.
+
+        ConfigError when not even one request would fit; RankLostError when a rank is gone.
+        """
         settings, around = self._settings, self._around
         self._cache = cache = self._allocate()
         pool = BlockPool(
@@ -85,7 +102,9 @@ class NodeBuilder:
         )
         scheduler = Scheduler(self._scheduler_config(), pool)
         sampler = Sampler(self._loaded.info.vocab_size)
-        runner = around.wrap_runner(ModelRunner(self._loaded.model, cache, sampler, self._device))
+        runner = around.wrap_runner(self._led(ModelRunner(self._loaded.model, cache, sampler, self._device)))
+        if self._team is not None:
+            self._team.begin(self.incarnation, cache.num_blocks, self._device)
         holder: list[NodeShell] = []
         parts = NodeParts(
             incarnation=self.incarnation,
@@ -94,18 +113,7 @@ class NodeBuilder:
             allow_remote=settings.allow_remote,
             make_core=lambda: self._core(scheduler, holder[0]),
             engine=lambda post: EngineThread(runner, self._device.activate_thread, post, around.log),
-            kv=lambda post: ZmqKvMover(
-                around.context,
-                self.incarnation,
-                settings.kv_bind,
-                cache,
-                around.limits,
-                post,
-                allow_remote=settings.allow_remote,
-                checksum=settings.checksum,
-                activate=self._device.activate_thread,
-                timers=around.timers,
-            ),
+            kv=self._mover,
             limits=around.limits,
             timers=around.timers,
             clock=around.clock,
@@ -119,15 +127,38 @@ class NodeBuilder:
         """The model's limits, cut to this node's settings."""
         return self._loaded.info
 
+    def _led(self, runner: ModelRunner) -> StepRunner:
+        return runner if self._team is None else LeadRunner(runner, self._team.pass_on)
+
+    def _mover(self, post: Callable[[Event], None]) -> KvMover:
+        assert self._cache is not None
+        around = self._around
+        make_own = partial(
+            make_mover,
+            around.context,
+            self.incarnation,
+            self._settings.kv_bind,
+            self._cache,
+            self._settings,
+            around.limits,
+            around.timers,
+            self._device.activate_thread,
+        )
+        return make_own(post) if self._team is None else RankedKvMover(self._team, make_own, post)
+
     def _allocate(self) -> KvCache:
         settings, specs = self._settings, self._loaded.kv_specs
         layers = self._loaded.config.num_layers
         block_size = self._device.supported_block_size(settings.block_size)
         num_bytes = settings.kv_cache_bytes
-        if num_bytes is None:
-            on_cpu = self._device.name == "cpu"
-            num_bytes = settings.kv_cache_bytes_on_cpu if on_cpu else int(self._device.memory_info()[0] * 0.9)
-        num_blocks = num_blocks_for(num_bytes, specs, layers, block_size)
+        free_bytes = self._device.memory_info()[0]
+        if self._team is not None:
+            free_bytes = min(free_bytes, self._team.wait_loaded())
+        if num_bytes is None and self._device.name == "cpu":
+            num_bytes = settings.kv_cache_bytes_on_cpu
+        of_rank = int(free_bytes * 0.9) if num_bytes is None else num_bytes // settings.tensor_parallel
+        num_bytes = of_rank * settings.tensor_parallel
+        num_blocks = num_blocks_for(of_rank, specs, layers, block_size)
         needed = -(-self._loaded.info.max_model_len // block_size) + 1
         if num_blocks < needed:
             raise ConfigError(
@@ -149,7 +180,8 @@ class NodeBuilder:
         )
 
     def _compatibility(self, cache: KvCache) -> Compatibility:
-        tensors = ",".join(f"{spec.name}{list(spec.shape_per_token)}" for spec in cache.specs)
+        size = self._settings.tensor_parallel
+        tensors = ",".join(f"{spec.name}{list(spec.whole_shape(size))}" for spec in cache.specs)
         return Compatibility(
             protocol_version=PROTOCOL_VERSION,
             model=self._loaded.identity,
@@ -157,19 +189,24 @@ class NodeBuilder:
             kv_layout=tensors.replace(" ", ""),
             block_size=cache.block_size,
             num_layers=cache.num_layers,
+            tensor_parallel=size,
         )
+
+    def _kv_endpoints(self, own: str) -> tuple[str, ...]:
+        bound = (own, *(() if self._team is None else self._team.kv_endpoints))
+        advertise = self._settings.kv_advertise
+        return tuple(advertised(one, endpoint_of_rank(advertise, rank)) for rank, one in enumerate(bound))
 
     def _core(self, scheduler: Scheduler, shell: NodeShell) -> NodeCore:
         assert self._cache is not None
         cache, around = self._cache, self._around
         compatibility = self._compatibility(cache)
-        kv_endpoint = advertised(shell.kv_endpoint, self._settings.kv_advertise)
         identity = NodeIdentity(
             self.incarnation,
             self._settings.name,
             self._loaded.info,
             compatibility,
-            kv_endpoints=(kv_endpoint,),
+            kv_endpoints=self._kv_endpoints(shell.kv_endpoint),
             transports=("zmq",),
         )
         core: list[NodeCore] = []

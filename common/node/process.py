@@ -26,7 +26,10 @@ from common.models.load import load_model
 from common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
 from common.node.memory import demand_memory
 from common.node.shell import NodeShell
+from common.parallel.collectives import ALONE
 from common.protocol.messages import Announce, Envelope
+from common.ranks.messages import RankSpec
+from common.ranks.team import RankTeam
 from common.state.actions import ExitProcess
 from common.transport.announce import Announcer
 from common.transport.context import TransportContext
@@ -47,8 +50,7 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
     if security is not None:
         proxies = security.completed("discovery.announce_to", proxies, "router")
     context = TransportContext(security)
-    builder = _build(config, settings, make_legs, log, context)
-    shell = builder.build()
+    builder, shell = _build(config, settings, make_legs, log, context)
     thread = _ControlThread(shell)
     announcer = Announcer(context, proxies, config.timers, config.limits)
     try:
@@ -84,22 +86,50 @@ def _build(
     make_legs: MakeLegs,
     log: logging.Logger,
     context: TransportContext,
-) -> NodeBuilder:
+) -> tuple[NodeBuilder, NodeShell]:
     if not config.model.path:
         raise ModelLoadError("model.path is empty: name a HuggingFace directory or a GGUF file")
     device = select_device(settings.device, settings.threads, settings.device_index)
     device.activate_thread()
-    loaded = load_model(
-        Path(config.model.path),
-        device=device,
+    team = _start_team(config, settings, context, log)
+    try:
+        loaded = load_model(
+            Path(config.model.path),
+            device=device,
+            dtype=None if config.model.dtype == "auto" else config.model.dtype,
+            max_model_len=settings.max_model_len,
+            model_name=config.model.name or None,
+            progress=os.isatty(2),
+            before=lambda footprint: demand_memory(footprint, settings, device),
+            collectives=ALONE if team is None else team.collectives,
+        )
+        around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)
+        builder = NodeBuilder(loaded, device, settings, around, make_legs, team)
+        return builder, builder.build()
+    except BaseException:
+        if team is not None:
+            team.close()
+        raise
+
+
+def _start_team(
+    config: ClusterConfig, settings: NodeSettings, context: TransportContext, log: logging.Logger
+) -> RankTeam | None:
+    """The other ranks, loading their parts; None where there is one rank."""
+    if settings.tensor_parallel == 1:
+        return None
+    spec = RankSpec(
+        size=settings.tensor_parallel,
+        model_path=config.model.path,
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
-        max_model_len=settings.max_model_len,
-        model_name=config.model.name or None,
-        progress=os.isatty(2),
-        before=lambda footprint: demand_memory(footprint, settings, device),
+        settings=settings,
+        limits=config.limits,
+        timers=config.timers,
+        log=config.log,
     )
-    around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)
-    return NodeBuilder(loaded, device, settings, around, make_legs)
+    team = RankTeam(spec, context, log)
+    team.start()
+    return team
 
 
 def _announce(settings: NodeSettings, builder: NodeBuilder, thread: "_ControlThread", announcer: Announcer) -> None:

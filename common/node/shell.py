@@ -221,8 +221,8 @@ class NodeShell:
                 self._kv.expect(key, block_table, first_token)
             case ForgetPieces(key):
                 self._kv.forget(key)
-            case OpenKv(peer, endpoint):
-                self._kv.open(peer, endpoint)
+            case OpenKv(peer, endpoints):
+                self._kv.open(peer, *endpoints)
             case CloseKv(peer):
                 self._kv.close_peer(peer)
             case SendHello(endpoint, message):

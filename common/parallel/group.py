@@ -1,5 +1,7 @@
 """How the ranks of one node find one another: a small store on a free port of loopback, kept by rank 0."""
 
+import os
+import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -12,7 +14,15 @@ _HOST = "127.0.0.1"
 
 def open_store() -> TCPStore:
     """Rank 0's: takes a free port (`.port`) and waits for nobody."""
-    return TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    with socket.create_server((_HOST, 0)) as server:
+        # By itself it would listen on every interface.
+        return TCPStore(
+            _HOST,
+            server.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(server.fileno()),
+        )
 
 
 def join_store(port: int, timeout: timedelta) -> TCPStore:

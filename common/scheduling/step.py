@@ -5,8 +5,14 @@ The scheduler says what changed (`new`, `finished`), not the whole state; the ru
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from common.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    TokenIds = array[int]
+else:
+    TokenIds = array  # arrays cannot be subscripted when the code runs, and who decodes a plan asks for the type then
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +21,7 @@ class NewSequence:
 
     seq_id: int
     """Node-local handle, never used twice in a process life."""
-    token_ids: "array[int]"
+    token_ids: TokenIds
     """All ids known so far, prompt and output (typecode 'I'): the repetition penalty looks at them."""
     sampling: SamplingParams
 
@@ -25,7 +31,7 @@ class ScheduledSequence:
     """One sequence's part of a step: a prefill chunk or a single decode token, treated alike."""
 
     seq_id: int
-    token_ids: "array[int]"
+    token_ids: TokenIds
     """The ids to compute in this step (typecode 'I'), at positions start_position, start_position + 1, ..."""
     start_position: int
     """Equals num_computed_tokens; positions below it are in the cache already."""

@@ -89,7 +89,8 @@ class OpenKv:
     """Make ready to send KV to this process life."""
 
     peer: Incarnation
-    endpoint: str
+    endpoints: tuple[str, ...]
+    """One for each of its ranks."""
     staging: str = ""
     """Where its staging slots are, if this process can reach them."""
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from common import with_parent
 from ops.launcher.core import ChildPlan
 
-_WITH_PARENT = Path(__file__).with_name("with_parent.py")
+_WITH_PARENT = Path(with_parent.__file__)
 _READ_BYTES = 1 << 16
 _LAST_LINES_S = 1.0
 

@@ -134,7 +134,7 @@ class SimNode(Process):
             RunStep: lambda action: self.engine.run(action.plan),
             SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table, action.slots),
             StopPieces: lambda action: self.kv_sender.stop(action.key),
-            OpenKv: lambda action: self.kv_sender.open(action.peer, action.endpoint),
+            OpenKv: lambda action: self.kv_sender.open(action.peer, *action.endpoints),
             CloseKv: lambda action: self.kv_sender.close(action.peer),
             ExpectPieces: lambda action: self.kv_receiver.expect(
                 action.key, action.block_table, action.first_token, action.slots

@@ -102,7 +102,7 @@ class DecodeLinks:
                 staging = self._reachable(message.staging)
                 if staging:
                     self._staged.add(sender)
-                news.actions.append(OpenKv(sender, message.kv_endpoints[0], staging))
+                news.actions.append(OpenKv(sender, message.kv_endpoints, staging))
                 news.up.append(sender)
             return
         if isinstance(message, HelloRefused):

@@ -243,6 +243,7 @@ class Cluster:
             kv_cache_bytes=per_token * options.block_size * options.num_blocks,
             kv_cache_bytes_on_cpu=0,
             model_memory_bytes=None,
+            tensor_parallel=1,
             threads=1,
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,

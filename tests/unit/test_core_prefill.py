@@ -490,7 +490,7 @@ def test_a_link_that_comes_up_asks_at_once():
     bench = PrefillBench()
     assert said(bench.job(), Reserve)
     actions = bench.link_up(0.2)
-    assert OpenKv(DECODES[0], "kv") in actions
+    assert OpenKv(DECODES[0], ("kv",)) in actions
     assert said(actions, Reserve)[0].key.decode == DECODES[0]
 
 

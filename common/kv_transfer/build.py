@@ -1,0 +1,36 @@
+"""Makes a mover out of a node's settings. Composition only."""
+
+from collections.abc import Callable
+
+from common.config.protocol import Limits, Timers
+from common.config.resolve import NodeSettings
+from common.ids import Incarnation
+from common.kv_transfer.interface import BlockBytes, Post
+from common.kv_transfer.zmq_backend import ZmqKvMover
+from common.transport.context import TransportContext
+
+
+def make_mover(
+    context: TransportContext,
+    own: Incarnation,
+    bind: str,
+    cache: BlockBytes,
+    settings: NodeSettings,
+    limits: Limits,
+    timers: Timers,
+    activate: Callable[[], None],
+    post: Post,
+) -> ZmqKvMover:
+    """The mover of one rank. `activate` binds its thread to the device."""
+    return ZmqKvMover(
+        context,
+        own,
+        bind,
+        cache,
+        limits,
+        post,
+        allow_remote=settings.allow_remote,
+        checksum=settings.checksum,
+        activate=activate,
+        timers=timers,
+    )
