@@ -9,18 +9,20 @@ _MIB = 1 << 20
 
 
 def demand_memory(footprint: Footprint, settings: NodeSettings, device: Device) -> None:
-    """ConfigError where the node would not fit.
+    """ConfigError where the node would not fit: its part, with the other ranks' where they share its memory.
 
     Without a configured cache an accelerator's cache takes what is left, so there it counts as nothing.
     """
     on_cpu = device.name == "cpu"
+    # Ranks on a CPU share its memory; on accelerators each has a device of its own.
+    parts_here = settings.tensor_parallel if on_cpu else 1
     cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if on_cpu else 0)
+    cache = cache * parts_here // settings.tensor_parallel
+    weights = footprint.weights * parts_here
     computing = footprint.computing(settings.max_step_tokens, settings.max_running)
-    model = footprint.weights + max(footprint.loading, computing)
+    model = weights + max(footprint.loading, computing) * parts_here
     free = device.memory_info()[0]
-    parts = (
-        f"weights {_mib(footprint.weights)}, KV cache {_mib(cache)}, computing {_mib(model - footprint.weights)} MiB"
-    )
+    parts = f"weights {_mib(weights)}, KV cache {_mib(cache)}, computing {_mib(model - weights)} MiB"
     advice = "less is needed with a smaller node.kv_cache_bytes or node.max_step_tokens"
     if model + cache > free:
         raise ConfigError(

@@ -91,7 +91,7 @@ def _build(
         raise ModelLoadError("model.path is empty: name a HuggingFace directory or a GGUF file")
     device = select_device(settings.device, settings.threads, settings.device_index)
     device.activate_thread()
-    team = _start_team(config, settings, context, log)
+    team = _start_team(config, settings, log)
     try:
         loaded = load_model(
             Path(config.model.path),
@@ -112,9 +112,7 @@ def _build(
         raise
 
 
-def _start_team(
-    config: ClusterConfig, settings: NodeSettings, context: TransportContext, log: logging.Logger
-) -> RankTeam | None:
+def _start_team(config: ClusterConfig, settings: NodeSettings, log: logging.Logger) -> RankTeam | None:
     """The other ranks, loading their parts; None where there is one rank."""
     if settings.tensor_parallel == 1:
         return None
@@ -126,8 +124,9 @@ def _start_team(
         limits=config.limits,
         timers=config.timers,
         log=config.log,
+        security=config.security,
     )
-    team = RankTeam(spec, context, log)
+    team = RankTeam(spec, log)
     team.start()
     return team
 

@@ -66,6 +66,10 @@ class GroupCollectives:
             raise InvariantError(f"a group of {group.size()} for {self._shard}")
         self._group = group
 
+    def disconnect(self) -> None:
+        """Nothing is computed any more: the group's connections are closed."""
+        self._group = None
+
     def sum(self, part: Tensor) -> Tensor:
         """In place where the part is contiguous. RuntimeError when a rank is gone or too late."""
         part = part.contiguous()

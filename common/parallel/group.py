@@ -4,7 +4,7 @@ import os
 import socket
 from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
 from common.device.base import Device
 from common.parallel.collectives import GroupCollectives

@@ -50,6 +50,7 @@ from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.poll_loop import PollLoop
 from common.transport.rank_options import RANK_OPTIONS
+from common.transport.security import load_security
 from common.transport.wakeup import Inbox, Wakeup
 from common.with_parent import die_with_parent
 
@@ -64,8 +65,9 @@ class RankAgent:
     def __init__(self, spec: RankSpec, log: logging.Logger) -> None:
         self._spec = spec
         self._log = log
-        self._context = TransportContext()
-        self._link = LinkSocket(self._context, Incarnation(spec.me), RANK_OPTIONS)
+        self._context = TransportContext(load_security(spec.security, "node"))
+        self._link_context = TransportContext()
+        self._link = LinkSocket(self._link_context, Incarnation(spec.me), RANK_OPTIONS)
         self._wakeup = Wakeup()
         self._inbox: Inbox[Event] = Inbox(self._wakeup)
         self._loop = PollLoop()
@@ -155,6 +157,8 @@ class RankAgent:
             self._kv.close()
         self._link.close()
         self._wakeup.close()
+        self._context.close()
+        self._link_context.close()
 
     # -- what comes and goes
 

@@ -11,7 +11,7 @@ import msgspec
 
 from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
-from common.config.schema import LogConfig
+from common.config.schema import LogConfig, SecurityConfig
 from common.errors import InvariantError
 from common.ids import Incarnation, TransferKey
 from common.protocol.messages import Piece
@@ -40,6 +40,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     timers: Timers
     log: LogConfig
+    security: SecurityConfig
 
 
 class PieceHeader(msgspec.Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from common.errors import InvariantError, KvferryError
 from common.ids import Incarnation, new_incarnation
 from common.kv_transfer.interface import KvEvent
 from common.parallel.collectives import GroupCollectives
-from common.parallel.group import meet, open_store
+from common.parallel.group import TCPStore, meet, open_store
 from common.parallel.shard import Shard
 from common.ranks import messages
 from common.ranks.messages import (
@@ -89,18 +89,20 @@ class _Child:
 class RankTeam:
     """The other ranks of this process's node. `start`, `wait_loaded`, `begin`, ..., `close`; used by any thread."""
 
-    def __init__(self, spec: RankSpec, context: TransportContext, log: logging.Logger) -> None:
+    def __init__(self, spec: RankSpec, log: logging.Logger) -> None:
         """`spec`: what all ranks have in common."""
         self.collectives = GroupCollectives(Shard(0, spec.size))
         self.kv_endpoints: tuple[str, ...] = ()
         """Those of the ranks from 1 on."""
         self._spec = spec
         self._log = log
-        self._socket = NodeSocket(context, RANK_OPTIONS)
+        # Of its own, without keys: what goes between the processes of one node stays on loopback, like the group's.
+        self._context = TransportContext()
+        self._socket = NodeSocket(self._context, RANK_OPTIONS)
         self._loop = PollLoop()
         self._wakeup = Wakeup()
         self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._wakeup)
-        self._store = open_store()
+        self._store: TCPStore | None = open_store()
         self._children: dict[Incarnation, _Child] = {}
         self._listener: TeamListener | None = None
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -138,6 +140,7 @@ class RankTeam:
         """Let all ranks make their caches, meet them, and wait until they are ready."""
         timeout = timedelta(seconds=self._spec.timers.engine_stall_exit_s)
         self.tell(Begin(incarnation, num_blocks))
+        assert self._store is not None
         try:
             meet(self.collectives, device, self._store, timeout)
         except RuntimeError as error:
@@ -172,6 +175,9 @@ class RankTeam:
             os.close(child.poll_handle)
         self._children.clear()
         self._wakeup.close()
+        self._context.close()
+        self.collectives.disconnect()
+        self._store = None
 
     # -- what is told
 
@@ -243,6 +249,10 @@ class RankTeam:
                 self._listener.on_rank_event(child.rank, event)
             return
         if isinstance(message, Failed):
+            # It may have failed because another one ended, which is what somebody wants to read.
+            for other in self._children.values():
+                if other.process.poll() is not None:
+                    self._on_end(other)
             self._lose(f"rank {child.rank}: {message.reason}")
             return
         with self._changed:
@@ -253,7 +263,7 @@ class RankTeam:
             self._changed.notify_all()
 
     def _on_end(self, child: _Child) -> None:
-        self._loop.remove(child)
+        self._loop.remove(child)  # twice does no harm
         code = child.process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         self._lose(f"rank {child.rank} (process {child.process.pid}) {how}")
@@ -281,6 +291,7 @@ class RankTeam:
                 raise RankLostError(self._lost)
 
     def _start_child(self, rank: int, lead: str) -> _Child:
+        assert self._store is not None
         me = new_incarnation()
         spec = msgspec.structs.replace(
             self._spec, rank=rank, me=me, lead=lead, store_port=self._store.port, parent_pid=os.getpid()

@@ -1,0 +1,70 @@
+"""Teams of real rank processes for tests of the engine: a driver whose runner leads them."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from common.config.host import HostFacts
+from common.config.protocol import Limits, Timers
+from common.config.resolve import resolve_node
+from common.config.schema import ClusterConfig, LogConfig, NodeConfig, SecurityConfig
+from common.device.cpu import CpuDevice
+from common.ids import new_incarnation
+from common.kv_transfer.interface import KvEvent
+from common.models.load import load_model
+from common.ranks.messages import RankSpec
+from common.ranks.runner import LeadRunner
+from common.ranks.team import RankTeam
+from tests.support.engine_driver import EngineDriver
+
+LOG = logging.getLogger("tests.ranks")
+BLOCKS, BLOCK_SIZE = 64, 4
+
+
+def spec_of(path: Path, size: int, dtype: str | None = None) -> RankSpec:
+    """What the ranks have in common, on a CPU, a thread each."""
+    node = NodeConfig(tensor_parallel=size, threads=1, block_size=BLOCK_SIZE, max_model_len=200)
+    settings = resolve_node(ClusterConfig(node=node), "prefill", HostFacts(1, 1 << 30))
+    return RankSpec(
+        size=size,
+        model_path=str(path),
+        dtype=dtype,
+        settings=settings,
+        limits=Limits(),
+        timers=Timers(),
+        log=LogConfig(),
+        security=SecurityConfig(),
+    )
+
+
+class Heard:
+    """A TeamListener that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.lost: list[str] = []
+
+    def on_rank_event(self, rank: int, event: KvEvent) -> None:
+        """No test of the engine moves KV."""
+        raise AssertionError(f"rank {rank}: {event}")
+
+    def on_team_lost(self, reason: str) -> None:
+        self.lost.append(reason)
+
+
+@contextmanager
+def running_team(path: Path, size: int) -> Iterator[tuple[RankTeam, EngineDriver, Heard]]:
+    """A driver of rank 0 with the other ranks behind it; all ends with the block, and nothing is left."""
+    team = RankTeam(spec_of(path, size), LOG)
+    heard = Heard()
+    try:
+        team.start()
+        loaded = load_model(path, device=CpuDevice(1), progress=False, collectives=team.collectives)
+        driver = EngineDriver(loaded, blocks=BLOCKS, block_size=BLOCK_SIZE)
+        assert team.wait_loaded() > 0
+        team.begin(new_incarnation(), BLOCKS, CpuDevice(1))
+        team.listen(heard)
+        driver.runner = LeadRunner(driver.runner, team.pass_on)  # type: ignore[assignment]
+        yield team, driver, heard
+    finally:
+        team.close()

@@ -1,0 +1,114 @@
+"""Real rank processes: the engine over them, and how they end, one and all."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.ids import new_incarnation
+from common.ranks.messages import ForgetKv
+from common.ranks.team import RankLostError, RankTeam
+from tests.support.kv_memory import key_between
+from tests.support.rank_team import LOG, running_team, spec_of
+from tests.support.serve import wait_until
+from tests.support.tiny_llama import greedy_after, make_checkpoint, random_prompt
+
+pytestmark = pytest.mark.slow
+
+
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """Rank processes that this process started."""
+    return [child for child in psutil.Process(pid).children() if "common.ranks.agent" in child.cmdline()]
+
+
+def open_ends() -> int:
+    """Sockets, pollers and process handles of this process. (The first use of torch's groups leaves a pipe of its.)"""
+    count = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{name}").startswith(("socket:", "anon_inode:"))
+    return count
+
+
+@pytest.fixture(autouse=True)
+def at_the_baseline():
+    """No process, descriptor or thread is left."""
+    before = open_ends()
+    yield
+    assert ranks_of(os.getpid()) == []
+    assert "ranks" not in [thread.name for thread in threading.enumerate()]
+    wait_until(lambda: open_ends() <= before, "every socket is closed")
+
+
+def test_the_engine_over_three_processes_and_its_end_when_one_is_killed(tmp_path: Path) -> None:
+    """A step that waits for the dead rank ends at once, with an error, and so do the other ranks."""
+    reference = make_checkpoint(tmp_path, num_key_value_heads=3, intermediate_size=81)
+    prompt = random_prompt(4, 30)
+    with running_team(tmp_path, 3) as (_, driver, heard):
+        sequence = driver.add(prompt)
+        driver.generate([sequence], 6, chunk=8)
+        assert sequence.output == greedy_after(reference, prompt, sequence.output)
+        first, second = ranks_of(os.getpid())
+        first.suspend()  # it does not answer, so the step below is waiting when it dies
+        killer = threading.Timer(0.3, first.kill)
+        killer.start()
+        with pytest.raises(RuntimeError):
+            driver.generate([sequence], 12)
+        killer.join()
+        wait_until(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, "the other rank ends")
+        wait_until(lambda: bool(heard.lost), "the node is told")
+    (reason,) = heard.lost
+    assert reason == f"rank 1 (process {first.pid}) was killed by SIGKILL" or reason.startswith("rank 2: RuntimeError")
+
+
+def test_a_call_to_a_lost_team_comes_back(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    with running_team(tmp_path, 2) as (team, _, heard):
+        (rank,) = ranks_of(os.getpid())
+        rank.suspend()
+        killer = threading.Timer(0.2, rank.kill)
+        killer.start()
+        team.call(lambda call: ForgetKv(call, key_between(new_incarnation(), new_incarnation())))
+        killer.join()
+    assert len(heard.lost) == 1
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
+    team = RankTeam(spec_of(tmp_path / "nothing", 2), LOG)
+    try:
+        team.start()
+        with pytest.raises(RankLostError, match=r"rank 1: .*nothing is neither a directory nor a GGUF file"):
+            team.wait_loaded()
+    finally:
+        team.close()
+
+
+_LEAD = """
+import sys
+from pathlib import Path
+from tests.support.kv_memory import key_between
+from tests.support.rank_team import running_team
+with running_team(Path(sys.argv[1]), 2):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_the_process_that_leads_them(tmp_path: Path) -> None:
+    """It is killed, and says nothing to anybody; a rank that is stopped ends all the same."""
+    make_checkpoint(tmp_path)
+    command = (sys.executable, "-c", _LEAD, str(tmp_path))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as lead:
+        assert lead.stdout is not None
+        assert lead.stdout.readline() == b"ready\n"
+        (rank,) = ranks_of(lead.pid)
+        rank.suspend()
+        lead.send_signal(signal.SIGKILL)
+        lead.wait()
+    wait_until(lambda: not psutil.pid_exists(rank.pid) or rank.status() == psutil.STATUS_ZOMBIE, "the rank ends")
