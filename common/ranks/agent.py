@@ -45,7 +45,16 @@ from common.ranks.messages import (
     ToRank,
 )
 from common.ranks.runner import SilentSampler
-from common.state.events import EngineFailed, Event, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from common.state.events import (
+    EngineFailed,
+    Event,
+    KvFailed,
+    KvSendFailed,
+    PieceArrived,
+    PieceBad,
+    PieceSent,
+    PiecesStopped,
+)
 from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.poll_loop import PollLoop
@@ -197,7 +206,7 @@ class RankAgent:
     def _report(self) -> None:
         for event in self._inbox.take_all():
             match event:
-                case EngineFailed(reason):
+                case EngineFailed(reason) | KvFailed(reason):
                     self._fail(reason)
                 case PieceSent(key, number):
                     self._say(messages.Sent(key, number))

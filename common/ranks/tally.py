@@ -10,7 +10,7 @@ from common.errors import InvariantError
 from common.ids import TransferKey
 from common.kv_transfer.interface import KvEvent
 from common.protocol.messages import Piece
-from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class PieceTally:
                 return self._on_sent(rank, key, number)
             case PiecesStopped(key):
                 return self._on_stopped(rank, key)
-            case KvSendFailed():
+            case KvSendFailed() | KvFailed():
                 return [event]
             case PieceArrived(piece):
                 return self._on_arrived(rank, piece)

@@ -9,7 +9,7 @@ from common.ids import Incarnation, TransferKey
 from common.kv_transfer.interface import KvEvent
 from common.protocol.messages import Piece
 from common.ranks.tally import PieceTally
-from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from tests.support.kv_memory import key_between
 
 KEY = key_between(Incarnation("a" * 32), Incarnation("b" * 32))
@@ -70,8 +70,8 @@ def test_a_rank_that_drops_its_part_by_itself_lets_go_of_it_like_a_stop() -> Non
 def test_a_failure_of_any_rank_is_the_nodes() -> None:
     tally = PieceTally(2)
     tally.send(piece())
-    failure = KvSendFailed(KEY, "the connection broke")
-    assert said(tally, (1, failure)) == [failure]
+    for failure in (KvSendFailed(KEY, "the connection broke"), KvFailed("a bug")):
+        assert said(tally, (1, failure)) == [failure]
 
 
 def test_a_piece_is_there_when_every_rank_has_written_its_part() -> None:
