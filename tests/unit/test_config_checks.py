@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.config.checks import config_notes, model_name
-from common.config.endpoints import parse_endpoint
+from common.config.endpoints import endpoint_of_rank, parse_endpoint
 from common.config.host import HostFacts, probe_host, quota_cores
 from common.config.load import load_config, parse_override
 from common.config.resolve import default_kv_cache_bytes, resolve_node
@@ -36,6 +36,9 @@ def load_set(*texts: str) -> ClusterConfig:
         (["timers.hold_s=-1"], "timers.hold_s"),
         (["timers.hold_s=0"], "timers.hold_s"),
         (["timers.beat_s=nan"], "timers.beat_s"),
+        (["node.tensor_parallel=0"], "node.tensor_parallel"),
+        (["node.tensor_parallel=2", "decode.kv_bind=inproc://x"], "decode.kv_bind"),
+        (["node.tensor_parallel=4", "decode.kv_bind=tcp://127.0.0.1:65533"], "decode.kv_bind"),
         (["timers.node_drain_s=inf"], "timers.node_drain_s"),
         (["limits.held_share=1.5"], "limits.held_share"),
         (["limits.max_attempts=0"], "limits.max_attempts"),
@@ -227,3 +230,24 @@ def test_this_host_has_cores_and_memory():
     host = probe_host()
     assert host.cores >= 1
     assert host.free_memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("own", "second"),
+    [
+        ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+        ("tcp://[::1]:7000", "tcp://[::1]:7002"),
+        (f"tcp://10.0.0.1:7000?key={KEY}", f"tcp://10.0.0.1:7002?key={KEY}"),
+        ("ipc:///run/kv", "ipc:///run/kv.2"),
+        ("", ""),
+    ],
+)
+def test_ranks_have_endpoints_of_their_own(own: str, second: str):
+    assert endpoint_of_rank(own, 0) == own
+    assert endpoint_of_rank(own, 2) == second
+
+
+def test_ranks_share_the_threads_of_their_node():
+    config = load_set("node.nodes_on_host=1", "node.tensor_parallel=3")
+    assert resolve_node(config, "prefill", HOST).threads == 2
+    assert resolve_node(load_set("node.threads=1", "node.tensor_parallel=3"), "prefill", HOST).threads == 1

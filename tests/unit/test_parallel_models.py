@@ -88,6 +88,7 @@ def test_each_rank_has_its_heads_of_the_cache_and_all_of_a_latent(tmp_path: Path
         whole = load_model(tmp_path / name, device=CpuDevice(1), progress=False)
         for rank in load_ranks(tmp_path / name, 2):
             assert bytes_per_token(rank.kv_specs, 1) * divisor == bytes_per_token(whole.kv_specs, 1)
+            assert [s.whole_shape(2) for s in rank.kv_specs] == [s.shape_per_token for s in whole.kv_specs]
 
 
 @pytest.mark.parametrize(
