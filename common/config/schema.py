@@ -49,6 +49,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most output tokens of a request, whatever its max_new_tokens."""
     max_body_bytes: Positive = 40_000_000
     """Largest request body; beyond it 413."""
+    body_timeout_s: Seconds = 60.0
+    """A body that has not come whole after this time: 408. The head of a request is read by the HTTP server (uvicorn),
+    which sets no such bound: where clients are not trusted, put a proxy that does so in front."""
     backlog: Positive = 2048
     """Connections that may wait for a worker in the kernel."""
     nodes: tuple[str, ...] = ()

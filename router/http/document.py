@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from common.errors import RequestInvalidError
-from router.http.errors import BodyTooLargeError
+from common.within import within
+from router.http.errors import BodyTooLargeError, BodyTooSlowError
 from router.http.exchange import Exchange
 from router.http.json_runs import WINDOW_BYTES, RunCutter
 from router.http.number_run import MalformedJsonError, TokenIds
@@ -46,23 +47,32 @@ class Document:
         return ids
 
 
-async def read_document(exchange: Exchange, max_body_bytes: int, vocab_size: int) -> Document:
+async def read_document(
+    exchange: Exchange, max_body_bytes: int, vocab_size: int, timeout_s: float | None = None
+) -> Document:
     """The body of `exchange`, decoded.
 
     Raises BodyTooLargeError (nothing beyond the limit is kept, and nothing is read at all where Content-Length tells
-    it), RequestInvalidError where it is no JSON, ClientGoneError.
+    it), BodyTooSlowError, RequestInvalidError where it is no JSON, ClientGoneError.
     """
     declared = exchange.content_length
     if declared is not None and declared > max_body_bytes:
         raise BodyTooLargeError(f"body: {declared} bytes, more than the limit of {max_body_bytes}")
     reader = _DocumentReader(vocab_size)
+    try:
+        await within(timeout_s, _read(exchange, reader, max_body_bytes))
+    except TimeoutError:
+        raise BodyTooSlowError(f"body: did not come whole within {timeout_s:g} s") from None
+    return await reader.finish()
+
+
+async def _read(exchange: Exchange, reader: "_DocumentReader", max_body_bytes: int) -> None:
     num_bytes = 0
     while (chunk := await exchange.read_chunk()) is not None:
         num_bytes += len(chunk)
         if num_bytes > max_body_bytes:
             raise BodyTooLargeError(f"body: more than the limit of {max_body_bytes} bytes")
         await reader.feed(chunk)
-    return await reader.finish()
 
 
 class _DocumentReader:

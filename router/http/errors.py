@@ -29,6 +29,14 @@ class BodyTooLargeError(KvferryError):
     """The body is beyond the limit; it was not read whole."""
 
 
+class BodyTooSlowError(KvferryError):
+    """The body did not come in time; what came of it is dropped."""
+
+
+class AmbiguousLengthError(KvferryError):
+    """The head says in two ways how long the body is: what stands before this server may have read another one."""
+
+
 class DeadlineExceededError(KvferryError):
     """The request's own timeout passed."""
 
@@ -59,6 +67,8 @@ _KINDS: tuple[tuple[type[KvferryError], int, str], ...] = (
     (RequestInvalidError, 422, "Input Validation Error"),
     (ModelNotFoundError, 404, "NotFoundError"),
     (BodyTooLargeError, 413, "Request Too Large"),
+    (BodyTooSlowError, 408, "Request Timeout"),
+    (AmbiguousLengthError, 400, "Bad Request"),
     (DeadlineExceededError, 408, "Request Timeout"),
     (GenerationError, 424, "Generation Error"),
     (OverloadedError, 429, "Too Many Requests"),
@@ -105,7 +115,7 @@ def _text_or(error: Exception | None, text: str) -> str:
 def _headers(error: BaseException, status: int) -> tuple[tuple[str, str], ...]:
     if isinstance(error, OverloadedError | UnavailableError):
         return (("Retry-After", str(max(1, math.ceil(error.retry_after_s)))),)
-    if status == 413:
+    if status == 413 or isinstance(error, BodyTooSlowError | AmbiguousLengthError):
         # What is left of the body is not wanted, so this connection cannot carry another request.
         return (("Connection", "close"),)
     return ()

@@ -50,6 +50,11 @@ class Exchange:
         return int(text) if text.isdigit() and len(text) < 20 else None
 
     @property
+    def has_two_lengths(self) -> bool:
+        """The head has both Content-Length and Transfer-Encoding."""
+        return b"content-length" in self._headers and b"transfer-encoding" in self._headers
+
+    @property
     def expects_continue(self) -> bool:
         """The client sends its body only when asked to."""
         return self._headers.get(b"expect", b"").lower() == b"100-continue"

@@ -34,7 +34,7 @@ async def start_infer(deps: AppDependencies, exchange: Exchange, model_name: str
     exchange.model = model.name
     deps.metrics.received(model.name)
     settings = deps.settings
-    document = await read_document(exchange, settings.max_body_bytes, model.vocab_size)
+    document = await read_document(exchange, settings.max_body_bytes, model.vocab_size, settings.body_timeout_s)
     checked = check_infer(
         document,
         model,

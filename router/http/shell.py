@@ -16,11 +16,13 @@ from common.within import within
 from router.http.access_log import log_exchange
 from router.http.asgi import Message, Receive, Scope, Send
 from router.http.dependencies import AppDependencies
-from router.http.errors import ClientGoneError, problem_of
+from router.http.errors import AmbiguousLengthError, ClientGoneError, problem_of
 from router.http.exchange import SCOPE_KEY, Exchange
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
+_BODY_UNREAD = (400, 413)
+"""Answers that are given before the body was read."""
 LINGER_S = 2.0
 """How long a connection that is refused in the middle of its body is read on, so that the client reads the answer."""
 
@@ -54,7 +56,10 @@ class AsgiShell:
         if exchange.method not in _KNOWN_METHODS:
             inner["method"] = "TRACE"  # Served nowhere: falcon answers 404 or 405, as for any other wrong method.
         try:
-            await self._app(dict(inner), _receive_no_body, answer.send)
+            if exchange.has_two_lengths:
+                await answer.fail(AmbiguousLengthError("head: both Content-Length and Transfer-Encoding"))
+            else:
+                await self._app(dict(inner), _receive_no_body, answer.send)
         except Exception as error:
             deps.logger.error("the HTTP layer failed", exc_info=error, extra={"request_id": exchange.request_id})
             await answer.fail(error)
@@ -101,7 +106,7 @@ class _Answer:
             headers = [*_headers(message), (b"x-request-id", exchange.request_id.encode())]
             message = {**message, "headers": headers}
         exchange.note_sent(message)
-        if exchange.status == 413 and exchange.finished:
+        if exchange.status in _BODY_UNREAD and exchange.finished:
             # Closing with unread bytes resets the connection, and the client may lose the answer it should read.
             await self._send({**message, "more_body": True})
             await self._drain()
@@ -115,6 +120,7 @@ class _Answer:
         problem = problem_of(error)
         body = problem.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.lower().encode(), value.encode()) for name, value in problem.headers]
         await self.send({"type": "http.response.start", "status": problem.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 

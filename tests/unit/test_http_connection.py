@@ -111,6 +111,44 @@ def test_an_oversized_body_without_a_length_is_counted():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("sent", [b"", b"{", BODY[:-1]])
+def test_a_body_that_does_not_come_whole_is_not_waited_for(sent: bytes):
+    async def run() -> None:
+        http = HttpApp(settings=RouterConfig(body_timeout_s=0.05))
+        async with serve(http) as port, connect(port) as client:
+            await client.send(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + sent)
+            reply = await client.reply()
+            assert (reply.status, reply.json()["error_type"]) == (408, "Request Timeout")
+            assert reply.json()["error"] == "body: did not come whole within 0.05 s"
+            assert reply.headers["connection"] == "close"
+            assert await client.reader.read() == b""
+            assert http.service.streams == []
+            assert not http.log.records
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [PATH, "/v2/health/live"])
+def test_a_head_with_two_lengths_is_refused(path: str):
+    """What stands before this server may have taken the other one, and see another request in the rest."""
+
+    async def run() -> None:
+        http = HttpApp()
+        async with serve(http) as port, connect(port) as client:
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+            )
+            await client.send(head.encode() + f"{len(BODY):x}\r\n".encode() + BODY + b"\r\n0\r\n\r\n")
+            reply = await client.reply()
+            assert (reply.status, reply.json()["error_type"]) == (400, "Bad Request")
+            assert reply.headers["connection"] == "close"
+            assert await client.reader.read() == b""
+            assert http.service.streams == []
+            assert not http.log.records
+
+    asyncio.run(run())
+
+
 def test_a_body_of_exactly_the_limit_is_read():
     async def run() -> None:
         http = HttpApp(settings=RouterConfig(max_body_bytes=100_000))
