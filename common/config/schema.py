@@ -30,6 +30,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The name in URLs; no slash. Empty means the file's or directory's own name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights, computing and KV. auto is the checkpoint's own, bfloat16 for GGUF."""
+    quantization: Literal["none", "int8", "int4", "int8_dynamic"] = "none"
+    """Projections, experts and head in fewer bits: faster decoding and less memory, other tokens. int8_dynamic rounds
+    activations to 8 bits as well. All nodes of a cluster must agree."""
     device: Device = "auto"
     """Where nodes compute; a role may have its own. auto is the first there is of npu, cuda, cpu."""
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store as Store  # type: ignore[attr-defined]  # it is, its stubs do not say so
 
+from common.device.quantize import WeightScheme
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceProbe:
@@ -127,8 +129,11 @@ class FusedLayers(Protocol):
 class Ops(Protocol):
     """The fused operations of a model step. Shapes: T tokens, H query heads, K kv heads, D head size."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Pack a [out, in] weight once for this device's fastest matmul."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
+        """Pack a [out, in] weight once for this device's fastest matmul, in fewer bits if a scheme is named.
+
+        ConfigError when the device does not offer that scheme.
+        """
         ...
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
@@ -139,7 +144,9 @@ class Ops(Protocol):
         """Pack a [heads, in, out] weight."""
         ...
 
-    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Experts:
+    def pack_experts(
+        self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], scheme: WeightScheme | None = None
+    ) -> Experts:
         """Pack gated MLPs, E of each: gate_ups [2 * F, hidden] (gate rows first), downs [hidden, F].
 
         The result is the weighted sum of each token's chosen ones.

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device import cpu_attention, cpu_linear
+from common.device import cpu_attention, cpu_linear, quantized_linear
 from common.device.base import AttentionMetadata, Experts, FusedLayers, GatedLayer, LayerShape, Linear, PerHead
 from common.device.experts import LoopedExperts
+from common.device.quantize import WeightScheme
 
 _LATENT_SCORES = 1 << 12
 """Rows times heads of a latent prefill block: every head reads the same keys, so that one matmul has all of them."""
@@ -24,9 +25,9 @@ class CpuOps:
     def __init__(self) -> None:
         self._step: _Step | None = None
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Pack a [out, in] weight once; the caller may drop the original."""
-        return cpu_linear.pack(weight, bias)
+        return cpu_linear.pack(weight, bias) if scheme is None else quantized_linear.pack(weight, bias, scheme)
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
         """float32 where the CPU multiplies bfloat16 in that."""
@@ -36,12 +37,12 @@ class CpuOps:
         """weight [heads, in, out]; kept in the dtype that is multiplied in."""
         return cpu_linear.per_head(weight.to(_compute_dtype(weight.dtype)))
 
-    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Experts:
+    def pack_experts(
+        self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], scheme: WeightScheme | None = None
+    ) -> Experts:
         """One packed linear for each half of an expert."""
-        return LoopedExperts(
-            [self.pack_linear(weight) for weight in gate_ups], [self.pack_linear(weight) for weight in downs],
-            self.silu_mul,
-        )  # fmt: skip
+        gate_up, down = ([self.pack_linear(weight, None, scheme) for weight in half] for half in (gate_ups, downs))
+        return LoopedExperts(gate_up, down, self.silu_mul)
 
     def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
         """One op after the other is what there is."""

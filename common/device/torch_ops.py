@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from common.device import quantized_linear
 from common.device.base import AttentionMetadata, Experts, FusedLayers, GatedLayer, LayerShape, Linear, PerHead
 from common.device.experts import LoopedExperts
 from common.device.paged import write_paged_tokens
+from common.device.quantize import WeightScheme
 
 
 class TorchOps:
     """Implements `common.device.base.Ops`; stateless."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """The library's own matmul takes [out, in] weights as they are."""
+        if scheme is not None:
+            return quantized_linear.pack(weight, bias, scheme)
         return lambda x: functional.linear(x, weight, bias)
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
@@ -30,9 +34,11 @@ class TorchOps:
         """weight [heads, in, out]: one batched matmul."""
         return lambda x: torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
-    def pack_experts(self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor]) -> Experts:
+    def pack_experts(
+        self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], scheme: WeightScheme | None = None
+    ) -> Experts:
         """Expert by expert."""
-        gate_up, down = ([self.pack_linear(weight) for weight in weights] for weights in (gate_ups, downs))
+        gate_up, down = ([self.pack_linear(weight, None, scheme) for weight in half] for half in (gate_ups, downs))
         return LoopedExperts(gate_up, down, self.silu_mul)
 
     def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from common.device.base import AttentionMetadata, Device, KvTensorSpec
+from common.device.quantize import WeightScheme
 from common.models.config import ModelConfig
 from common.models.weights import TrackedWeights
 from common.parallel.collectives import ALONE, Collectives
@@ -30,6 +31,7 @@ class CausalLM(Protocol):
         device: Device,
         dtype: torch.dtype,
         collectives: Collectives = ALONE,
+        scheme: WeightScheme | None = None,
     ) -> Self:
         """Take all weights, or this rank's part of them, convert and pack them."""
         ...

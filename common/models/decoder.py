@@ -21,6 +21,7 @@ from common.device.base import (
     Linear,
     Ops,
 )
+from common.device.quantize import WeightScheme
 from common.models.attention import Attention, GroupedAttention
 from common.models.causal_lm import LayerDone
 from common.models.config import ModelConfig
@@ -79,11 +80,12 @@ class DecoderModel:
         device: Device,
         dtype: torch.dtype,
         collectives: Collectives = ALONE,
+        scheme: WeightScheme | None = None,
     ) -> Self:
         """Take every weight, or this rank's part, merge, convert and pack. Raises ModelLoadError for one that is
         missing or left over, and for a size that cannot be cut."""
         collectives.shard.check(config)
-        loader = WeightLoader(weights, device, dtype, collectives)
+        loader = WeightLoader(weights, device, dtype, collectives, scheme)
         rows = loader.vocabulary("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_load_layer(config, index, loader) for index in range(config.num_layers)]
         for extra in range(config.num_layers, config.num_layers + config.extra_layers):
@@ -181,8 +183,9 @@ def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> 
     """This rank's rows. The embedding's again when tied, whether or not the checkpoint carries a copy."""
     if config.tie_word_embeddings:
         loader.weights.skip("lm_head.weight")
-        return loader.ops.pack_linear(embedding)
-    return loader.ops.pack_linear(loader.vocabulary("lm_head.weight", config.vocab_size, config.hidden_size))
+        return loader.ops.pack_linear(embedding, None, loader.head_scheme)
+    rows = loader.vocabulary("lm_head.weight", config.vocab_size, config.hidden_size)
+    return loader.ops.pack_linear(rows, None, loader.head_scheme)
 
 
 def _load_frequencies(config: ModelConfig, weights: TrackedWeights) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from common.device.base import Ops
+from common.device.quantize import WeightScheme, bits_per_weight
 from common.models.config import ModelConfig
 from common.models.weights import WeightSource
 
@@ -40,9 +41,16 @@ class Footprint:
         return self.per_step_token * step_tokens + self.per_sampled * sequences
 
 
-def footprint(config: ModelConfig, source: WeightSource, ops: Ops, dtype: torch.dtype, ranks: int = 1) -> Footprint:
+def footprint(
+    config: ModelConfig,
+    source: WeightSource,
+    ops: Ops,
+    dtype: torch.dtype,
+    ranks: int = 1,
+    scheme: WeightScheme | None = None,
+) -> Footprint:
     """Of one of `ranks` equal parts. `source` must be open."""
-    packed = ops.packed_itemsize(dtype)
+    packed = ops.packed_itemsize(dtype) if scheme is None else bits_per_weight(scheme) / 8
     sizes = {name: math.prod(source.shape(name)) for name in _used(config, source.names())}
     weights = sum(size * (dtype.itemsize if name == _EMBEDDING else packed) for name, size in sizes.items())
     if config.tie_word_embeddings and _EMBEDDING in sizes:
@@ -50,9 +58,10 @@ def footprint(config: ModelConfig, source: WeightSource, ops: Ops, dtype: torch.
         weights += sizes[_EMBEDDING] * packed
     largest = max(sizes.values(), default=0)
     return Footprint(
-        weights=weights // ranks,
-        # As it is read, in the checkpoint's own type or dequantised, and as it is given to the packing.
-        loading=largest * (_COMPUTE_BYTES + dtype.itemsize) // ranks,
+        weights=int(weights // ranks),
+        # As it is read, in the checkpoint's own type or dequantised, as it is given to the packing, and while it is
+        # rounded to fewer bits.
+        loading=largest * (_COMPUTE_BYTES + dtype.itemsize + (0 if scheme is None else 2 * _COMPUTE_BYTES)) // ranks,
         per_step_token=_values_per_token(config) * _COMPUTE_BYTES,
         per_sampled=config.vocab_size * _COMPUTE_BYTES * _LOGIT_COPIES,
     )

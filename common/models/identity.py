@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.device.quantize import WeightScheme
 from common.models.config import ModelConfig
 
 _HEAD_BYTES = 1 << 20
@@ -11,9 +12,14 @@ _SAMPLE_BYTES = 1 << 14
 _SAMPLES = 64
 
 
-def model_identity(config: ModelConfig, files: Iterable[Path]) -> str:
-    """sha256 over the configuration and, for each file in order, its size, its head and evenly spaced samples."""
+def model_identity(config: ModelConfig, files: Iterable[Path], scheme: WeightScheme | None = None) -> str:
+    """sha256 over the configuration and, for each file in order, its size, its head and evenly spaced samples.
+
+    Weights that were rounded to fewer bits are another model: its tokens differ.
+    """
     digest = hashlib.sha256(config.digest().encode())
+    if scheme is not None:
+        digest.update(scheme.encode())
     for path in files:
         _add_file(digest, path)
     return digest.hexdigest()

@@ -11,6 +11,7 @@ import torch
 from tqdm import tqdm
 
 from common.device.base import Device, KvTensorSpec
+from common.device.quantize import WeightScheme
 from common.errors import ModelLoadError
 from common.model_info import ModelInfo
 from common.models.causal_lm import CausalLM
@@ -65,12 +66,14 @@ def load_model(
     progress: bool = True,
     collectives: Collectives = ALONE,
     before: Callable[[Footprint], None] = lambda footprint: None,
+    scheme: WeightScheme | None = None,
 ) -> LoadedModel:
     """Load, convert and pack a checkpoint, or one rank's part of it.
 
     `dtype`: None takes the checkpoint's own, bfloat16 for GGUF. `max_model_len`: None takes the model's own limit.
     `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. `before` is told
-    what the model will take before any of it is read, and may refuse it by raising. Raises ModelLoadError.
+    what the model will take before any of it is read, and may refuse it by raising. `scheme`: projections, experts and
+    head in fewer bits; embedding, norms and routers stay as they are. Raises ModelLoadError.
     """
     checkpoint = _open(path)
     config = checkpoint.config
@@ -79,9 +82,9 @@ def load_model(
     length = _resolve_length(config, max_model_len)
     name = model_name or path.resolve().stem
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
-        before(footprint(config, source, device.ops, torch_dtype, collectives.shard.size))
+        before(footprint(config, source, device.ops, torch_dtype, collectives.shard.size, scheme))
         weights = TrackedWeights(source, tick)
-        model = model_class.load(config, weights, device, torch_dtype, collectives)
+        model = model_class.load(config, weights, device, torch_dtype, collectives, scheme)
         weights.refuse_rest()
     info = ModelInfo(
         name=name,
@@ -93,7 +96,7 @@ def load_model(
         default_do_sample=config.default_do_sample,
         tokenizer_path=checkpoint.tokenizer_path,
     )
-    return LoadedModel(model, config, info, model_identity(config, checkpoint.files), torch_dtype)
+    return LoadedModel(model, config, info, model_identity(config, checkpoint.files, scheme), torch_dtype)
 
 
 def _open(path: Path) -> _Checkpoint:

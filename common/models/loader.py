@@ -9,22 +9,34 @@ import torch
 from torch import Tensor
 
 from common.device.base import Device, Linear
+from common.device.quantize import WeightScheme
 from common.models.weights import Part, TrackedWeights
 from common.parallel.collectives import ALONE, Collectives
 
 
 class WeightLoader:
-    """One checkpoint's weights on their way to one device, in one dtype."""
+    """One checkpoint's weights on their way to one device, in one dtype; `scheme`: the large matrices in fewer bits."""
 
     def __init__(
-        self, weights: TrackedWeights, device: Device, dtype: torch.dtype, collectives: Collectives = ALONE
+        self,
+        weights: TrackedWeights,
+        device: Device,
+        dtype: torch.dtype,
+        collectives: Collectives = ALONE,
+        scheme: WeightScheme | None = None,
     ) -> None:
+        self.scheme = scheme
         self.weights = weights
         self.device = device
         self.ops = device.ops
         self.dtype = dtype
         self.collectives = collectives
         self.shard = collectives.shard
+
+    @property
+    def head_scheme(self) -> WeightScheme | None:
+        """The head's errors go straight into the logits: its weights have 8 bits, and what it reads is not rounded."""
+        return self.scheme and "int8"
 
     def tensor(self, name: str, *shape: int, split: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor of this shape on the device, in the model's dtype unless another is asked for.
@@ -41,7 +53,7 @@ class WeightLoader:
 
         `split`: of each projection's outputs this rank has its part.
         """
-        return self.ops.pack_linear(*self.stacked(outputs, inputs, has_bias, split=split))
+        return self.ops.pack_linear(*self.stacked(outputs, inputs, has_bias, split=split), self.scheme)
 
     def stacked(
         self, outputs: dict[str, int], inputs: int, has_bias: bool, *, split: bool = False
@@ -56,7 +68,7 @@ class WeightLoader:
         """A packed linear of this rank's part of the inputs. The sum of all ranks' results is the whole one's."""
         weight = self.tensor(f"{name}.weight", rows, inputs, split=1)
         bias = self.tensor(f"{name}.bias", rows) if has_bias else None
-        return self.ops.pack_linear(weight, bias if self.shard.is_first else None)
+        return self.ops.pack_linear(weight, bias if self.shard.is_first else None, self.scheme)
 
     def summed(self, part: Linear) -> Linear:
         """`part` with the sum over all ranks behind it."""

@@ -81,7 +81,7 @@ class MoeMlp:
             size = moe.shared_intermediate_size
             shared = load_partial_mlp(prefix + "shared_experts.", hidden_size, size, has_bias, loader)
         router = Router(moe, loader.ops.pack_linear(gate), bias)
-        return cls(router, loader.ops.pack_experts(gate_ups, downs), shared, loader.collectives)
+        return cls(router, loader.ops.pack_experts(gate_ups, downs, loader.scheme), shared, loader.collectives)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""

@@ -20,6 +20,7 @@ from common.clock import MonotonicClock
 from common.config.host import probe_host
 from common.config.resolve import NodeSettings, resolve_node
 from common.config.schema import ClusterConfig, Role
+from common.device.quantize import WeightScheme
 from common.device.select import select_device
 from common.errors import KvferryError, ModelLoadError
 from common.models.load import load_model
@@ -101,6 +102,7 @@ def _build(
             model_name=config.model.name or None,
             progress=os.isatty(2),
             before=lambda footprint: demand_memory(footprint, settings, device),
+            scheme=_scheme(config),
             collectives=ALONE if team is None else team.collectives,
         )
         around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)
@@ -112,6 +114,10 @@ def _build(
         raise
 
 
+def _scheme(config: ClusterConfig) -> WeightScheme | None:
+    return None if config.model.quantization == "none" else config.model.quantization
+
+
 def _start_team(config: ClusterConfig, settings: NodeSettings, log: logging.Logger) -> RankTeam | None:
     """The other ranks, loading their parts; None where there is one rank."""
     if settings.tensor_parallel == 1:
@@ -120,6 +126,7 @@ def _start_team(config: ClusterConfig, settings: NodeSettings, log: logging.Logg
         size=settings.tensor_parallel,
         model_path=config.model.path,
         dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        scheme=_scheme(config),
         settings=settings,
         limits=config.limits,
         timers=config.timers,

@@ -17,6 +17,7 @@ import msgspec
 
 from common.config.endpoints import endpoint_of_rank
 from common.device.base import Device
+from common.device.quantize import WeightScheme
 from common.device.select import select_device
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
@@ -115,6 +116,7 @@ class RankAgent:
             Path(spec.model_path),
             device=device,
             dtype=cast(DtypeName | None, spec.dtype),
+            scheme=cast(WeightScheme | None, spec.scheme),
             max_model_len=spec.settings.max_model_len,
             progress=False,
             collectives=self._collectives,

@@ -36,6 +36,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     model_path: str
     dtype: str | None
+    scheme: str | None = None
+    """How the weights are kept in fewer bits."""
     settings: NodeSettings
     limits: Limits
     timers: Timers

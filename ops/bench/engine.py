@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from common.device.base import Device
+from common.device.quantize import WeightScheme
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
@@ -115,12 +116,13 @@ class EngineRun:
     report: EngineReport
     config: ModelConfig
     dtype: torch.dtype
+    scheme: WeightScheme | None
     limits: MachineLimits
 
     def rate(self, kind: str, size: int, seconds: float) -> Rate:
         """Of a case: `prefill` of so many tokens, or `decode` of so many sequences."""
         new, context, sequences = (size, 0, 1) if kind == "prefill" else (1, CONTEXT, size)
-        needs = step_needs(self.config, self.dtype, new, context, sequences)
+        needs = step_needs(self.config, self.dtype, new, context, sequences, self.scheme)
         tokens = new * sequences
         most = None if needs is None else needs.tokens_per_s(tokens, self.limits)
         rate = tokens / seconds
@@ -150,10 +152,12 @@ class EngineRun:
         return PeerReport(outcome.name, "", times.version, prefill, decode, times.ready_s, times.rss_mb)
 
 
-def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, progress: bool) -> EngineRun:
+def run_bench(
+    path: Path, device: Device, dtype: DtypeName | None, scheme: WeightScheme | None, name: str, progress: bool
+) -> EngineRun:
     """Load the model, measure every case and the machine. Raises ModelLoadError."""
     device.activate_thread()
-    loaded = load_model(path, device=device, dtype=dtype, progress=progress)
+    loaded = load_model(path, device=device, dtype=dtype, progress=progress, scheme=scheme)
     bench = EngineBench(loaded, device)
     ready_s = time.time() - psutil.Process().create_time()
     # Prompts longer than the model can take are left out.
@@ -172,6 +176,7 @@ def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, pr
     report = EngineReport(
         model=name,
         dtype=str(loaded.dtype).removeprefix("torch."),
+        quantization=scheme or "none",
         threads=torch.get_num_threads(),
         ops=type(device.ops).__name__,
         machine=Machine(round(limits.read_gb_s, 2), round(limits.matmul_gflop_s, 1)),
@@ -180,7 +185,7 @@ def run_bench(path: Path, device: Device, dtype: DtypeName | None, name: str, pr
         ready_s=round(ready_s, 2),
         rss_mb=round(rss_mb),
     )
-    run = EngineRun(report, loaded.config, loaded.dtype, limits)
+    run = EngineRun(report, loaded.config, loaded.dtype, scheme, limits)
     return replace(
         run,
         report=msgspec.structs.replace(

@@ -8,6 +8,7 @@ import torch
 
 from common.device.base import Ops
 from common.device.cpu_linear import native_bfloat16
+from common.device.quantize import WeightScheme, bits_per_weight
 from common.models.config import ModelConfig
 
 _READ_BYTES = 256 << 20
@@ -46,7 +47,14 @@ def measure_limits(ops: Ops, dtype: torch.dtype) -> MachineLimits:
     return MachineLimits(_READ_BYTES / read / 1e9, max(_torch_matmul(dtype), _ops_matmul(ops, dtype)))
 
 
-def step_needs(config: ModelConfig, dtype: torch.dtype, new: int, context: int, sequences: int) -> StepNeeds | None:
+def step_needs(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    new: int,
+    context: int,
+    sequences: int,
+    scheme: WeightScheme | None = None,
+) -> StepNeeds | None:
     """Of `sequences` with `new` tokens each behind `context` cached ones, one of each sampled.
 
     None for latent attention, whose least work depends on how it is arranged.
@@ -60,7 +68,8 @@ def step_needs(config: ModelConfig, dtype: torch.dtype, new: int, context: int, 
     active, touched = _layer_weights(config, tokens)
     flop = 2 * (active * tokens + head * sequences) + 2 * per_position * config.num_heads * seen
     cached = per_position * config.num_kv_heads * (context + new) * sequences
-    return StepNeeds(flop, dtype.itemsize * (touched + head + cached))
+    weight_bytes = dtype.itemsize if scheme is None else bits_per_weight(scheme) / 8
+    return StepNeeds(flop, weight_bytes * (touched + head) + dtype.itemsize * cached)
 
 
 def _layer_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:

@@ -37,6 +37,7 @@ class EngineReport(msgspec.Struct, frozen=True):
 
     model: str
     dtype: str
+    quantization: str
     threads: int
     ops: str
     machine: Machine
@@ -51,7 +52,8 @@ class EngineReport(msgspec.Struct, frozen=True):
 
 def table(report: EngineReport) -> Iterator[str]:
     """Lines for people."""
-    yield f"{report.model}  {report.dtype}  {report.threads} threads  {report.ops}"
+    weights = "" if report.quantization == "none" else f"weights {report.quantization}  "
+    yield f"{report.model}  {report.dtype}  {weights}{report.threads} threads  {report.ops}"
     machine = report.machine
     yield f"machine    reads {machine.read_gb_s:.1f} GB/s, multiplies {machine.matmul_gflop_s:.0f} GFLOP/s"
     for kind, unit, rates in (("prefill", "tokens", report.prefill), ("decode", "at once", report.decode)):

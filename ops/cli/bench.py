@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from common.config.host import probe_host
-from common.errors import ModelLoadError
-from ops.cli import bench_serve
+from common.errors import ConfigError, ModelLoadError
+from ops.cli import bench_perplexity, bench_serve
 from ops.cli.errors import DONE
 from ops.cli.node import set_thread_variables
 
@@ -26,6 +26,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
     )
     engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
+    engine.add_argument(
+        "--quantization", choices=("none", "int8", "int4", "int8_dynamic"), default="none", help="of the weights"
+    )
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
     engine.add_argument(
         "--peers",
@@ -38,10 +41,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     engine.add_argument("--json", action="store_true", help="print JSON")
     engine.set_defaults(run=run)
     bench_serve.add_parser(subjects)
+    bench_perplexity.add_parser(subjects)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
+    scheme = None if args.quantization == "none" else args.quantization
+    if scheme is not None and args.peers:
+        raise ConfigError("--peers compares engines with full weights: leave --quantization out")
     threads = args.threads or probe_host().cores
     set_thread_variables(threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -62,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     device = select_device("cpu", threads)
     progress = sys.stderr.isatty()
     peers = installed([sys.executable, *args.peer_python]) if args.peers else {}
-    done = run_bench(path, device, None if args.dtype == "auto" else args.dtype, name, progress)
+    dtype = None if args.dtype == "auto" else args.dtype
+    done = run_bench(path, device, dtype, scheme, name, progress)
     if not args.peers:
         print(msgspec.json.encode(done.report).decode() if args.json else "\n".join(table(done.report)))
         return DONE

@@ -107,7 +107,8 @@ def test_a_plain_copy_has_the_same_weights(tmp_path: Path, kind: str) -> None:
 
 def report_with(*peers: PeerReport) -> EngineReport:
     return EngineReport(
-        model="m", dtype="bfloat16", threads=2, ops="o", machine=Machine(1.0, 1.0), prefill={"128": Rate(1000.0, 0.5)},
+        model="m", dtype="bfloat16", quantization="none", threads=2, ops="o", machine=Machine(1.0, 1.0),
+        prefill={"128": Rate(1000.0, 0.5)},
         decode={"1": Rate(90.0, None), "8": Rate(100.0, None)}, ready_s=2.0, rss_mb=500, peers=list(peers),
     )  # fmt: skip
 

@@ -12,7 +12,14 @@ from pathlib import Path
 class WeightStruct(Structure):
     """A packed linear; `Weight` of src/matmul.h."""
 
-    _fields_ = (("out", c_int64), ("in_", c_int64), ("is_bf16", c_int32), ("panels", c_void_p), ("bias", c_void_p))
+    _fields_ = (
+        ("out", c_int64),
+        ("in_", c_int64),
+        ("kind", c_int32),
+        ("panels", c_void_p),
+        ("bias", c_void_p),
+        ("scales", c_void_p),
+    )
 
 
 class BatchStruct(Structure):
@@ -78,7 +85,7 @@ class StepStruct(Structure):
 _I, _L, _P, _F = c_int32, c_int64, c_void_p, c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
     "kvf_pack": (_P, _L, _L, _I, _P, _I),
-    "kvf_linear": (POINTER(WeightStruct), _P, _L, _L, _P, _I),
+    "kvf_linear": (_I, POINTER(WeightStruct), _P, _L, _L, _P, _I),
     "kvf_rms_norm": (_I, _P, _P, _P, _F, _L, _L, _P, _I),
     "kvf_silu_mul": (_I, _P, _L, _L, _P, _I),
     "kvf_rotate": (_I, _P, _L, _L, _P, _P, _P, _L, _L, _I),

@@ -1,4 +1,4 @@
-"""A linear layer over weights packed for the native matmul. Keeps no second copy of them in any other dtype."""
+"""A linear layer over weights packed for the native matmul. Keeps no second copy of them in any other form."""
 
 from ctypes import CDLL, byref
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from common.device.native.library import WeightStruct
+from common.device.native.panels import Panels
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_MULTIPLE = 8
@@ -18,24 +19,23 @@ class NativeLinear:
     Bit by bit, a row's result depends on that row alone.
     """
 
-    def __init__(self, library: CDLL, weight: Tensor, bias: Tensor | None) -> None:
-        """Packs weight [out, in], float32 or bfloat16; neither it nor bias [out] is kept."""
-        out, inputs = weight.shape
-        self.dtype = weight.dtype
-        is_bf16 = int(weight.dtype == torch.bfloat16)
+    def __init__(self, library: CDLL, dtype: torch.dtype, panels: Panels, bias: Tensor | None) -> None:
+        """`dtype` of x and of what comes out: float32 or bfloat16; bias [out] is not kept."""
+        self.dtype = dtype
+        self._is_bf16 = int(dtype == torch.bfloat16)
         self._multiply = library.kvf_linear
-        self._panels = torch.empty(library.kvf_packed_bytes(out, inputs, is_bf16), dtype=torch.uint8)
+        self._panels = panels
         self._bias = None if bias is None else bias.float().contiguous()
-        source = weight.contiguous()
-        library.kvf_pack(source.data_ptr(), out, inputs, is_bf16, self._panels.data_ptr(), torch.get_num_threads())
-        bias_pointer = None if self._bias is None else self._bias.data_ptr()
-        self.struct = WeightStruct(out, inputs, is_bf16, self._panels.data_ptr(), bias_pointer)
+        self.struct = WeightStruct(
+            panels.outputs, panels.inputs, panels.kind, panels.memory.data_ptr(), _address(self._bias),
+            _address(panels.scales),
+        )  # fmt: skip
         self._reference = byref(self.struct)
 
     @property
     def num_bytes(self) -> int:
         """Of the packed weight."""
-        return self._panels.numel()
+        return self._panels.memory.numel() * self._panels.memory.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
         """Raises ValueError for another dtype or width than the weight's."""
@@ -47,5 +47,11 @@ class NativeLinear:
             x = x.contiguous()
         rows = x.shape[0]
         out = torch.empty((rows, self.struct.out), dtype=self.dtype)
-        self._multiply(self._reference, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads())
+        self._multiply(
+            self._is_bf16, self._reference, x.data_ptr(), x.stride(0), rows, out.data_ptr(), torch.get_num_threads()
+        )
         return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -16,6 +16,8 @@ from common.device.cpu_ops import CpuOps
 from common.device.native.batch import NativeBatch
 from common.device.native.layers import NativeLayers, can_fuse
 from common.device.native.linear import DTYPES, HEAD_MULTIPLE, NativeLinear
+from common.device.native.panels import pack, pack_quantized
+from common.device.quantize import WeightScheme, quantize
 
 
 class NativeOps(CpuOps):
@@ -26,11 +28,12 @@ class NativeOps(CpuOps):
         self.library = library
         self._batch: NativeBatch | None = None
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Pack a [out, in] weight once; the caller may drop the original."""
         if weight.dtype not in DTYPES or not weight.numel():
-            return super().pack_linear(weight, bias)
-        return NativeLinear(self.library, weight, bias)
+            return super().pack_linear(weight, bias, scheme)
+        packed = pack(self.library, weight) if scheme is None else pack_quantized(quantize(weight, scheme))
+        return NativeLinear(self.library, weight.dtype, packed, bias)
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
         """Packed in its own dtype."""

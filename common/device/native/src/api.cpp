@@ -25,8 +25,9 @@ KVFERRY_API void kvf_pack(const void* weight, int64_t out, int64_t in, int32_t i
   pack(weight, out, in, is_bf16, panels, threads);
 }
 
-KVFERRY_API void kvf_linear(const Weight* weight, const void* x, int64_t x_stride, int64_t rows, void* out, int32_t threads) {
-  KVFERRY_TYPED(weight->is_bf16,
+KVFERRY_API void kvf_linear(int32_t is_bf16, const Weight* weight, const void* x, int64_t x_stride, int64_t rows, void* out,
+                            int32_t threads) {
+  KVFERRY_TYPED(is_bf16,
                 linear<T>(static_cast<const T*>(x), x_stride, rows, *weight, static_cast<T*>(out), weight->out, threads));
 }
 

@@ -7,7 +7,7 @@
 #include "attention.h"
 #include "pool.h"
 #include "shuffle.h"
-#include "tile.h"
+#include "tile_of.h"
 
 namespace kvferry {
 namespace {

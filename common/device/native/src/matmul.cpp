@@ -1,10 +1,12 @@
-// Linear layers: bfloat16 weights are streamed as they are and widened in registers; there is no float32 copy of them.
+// Linear layers: narrow weights are streamed as they are and widened in registers; there is no float32 copy of them.
 #include "matmul.h"
 
 #include <algorithm>
+#include <type_traits>
 
+#include "left.h"
 #include "pool.h"
-#include "tile.h"
+#include "tile_of.h"
 
 namespace kvferry {
 namespace {
@@ -12,86 +14,89 @@ namespace {
 constexpr int64_t kBlockBytes = 192 << 10;  // rows that stay in a core's second-level cache beside a panel
 constexpr int64_t kMinBlockRows = 48, kMaxBlockRows = 192;
 constexpr int kPiecesPerThread = 6;  // so that a thread that is held up leaves little to wait for
+constexpr int64_t kWidenRows = 16;
 constexpr int64_t kMinPieceWork = 1 << 15;  // multiply-adds; less is not worth handing over
 
-template <class T>
+// Rows of type T times weights of kind K.
+template <class K, class T>
 struct Job {
-  typedef typename Sides<T>::Left Left;
-  typedef typename Sides<T>::Right Right;
-  const Left* x;
-  int64_t x_stride, rows, block_rows;
+  Rows<K> x;
+  int64_t rows, block_rows;
   const Weight* weight;
   T* out;
   int64_t out_stride;
   int64_t panels, panels_a_piece, pieces_a_block;
 };
 
-template <class T>
-void put_tile(const Job<T>& job, const float* tile, int rows, int panels, int64_t row, int64_t panel) {
+template <class K, class T>
+void put_tile(const Job<K, T>& job, const float* tile, int rows, int panels, int64_t row, int64_t panel) {
   const int64_t from = panel * kPanel, to = std::min(from + panels * kPanel, job.weight->out);
-  const float* bias = job.weight->bias;
+  const float *bias = job.weight->bias, *scales = job.weight->scales;
   for (int r = 0; r < rows; r++) {
     const float* values = tile + int64_t(r) * panels * kPanel;
     T* out = job.out + (row + r) * job.out_stride;
     int64_t n = from;
     for (; n + kLanes <= to; n += kLanes) {
       Acc v = load<kLanes>(values + n - from);
+      if (scales) v *= load<kLanes>(scales + n);
       if (bias) v += load<kLanes>(bias + n);
       store<kLanes>(out + n, v);
     }
-    for (; n < to; n++) put(out + n, values[n - from] + (bias ? bias[n] : 0.0f));
+    for (; n < to; n++) {
+      float v = values[n - from];
+      if (scales) v *= scales[n];
+      put(out + n, bias ? v + bias[n] : v);
+    }
+  }
+}
+
+// Tiles of the rows of one block times `panels` panels.
+template <class K, class T, class Right>
+void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Right* right, int64_t panel_units,
+               int64_t count, int64_t panel, int panels) {
+  typedef std::conditional_t<std::is_same_v<Right, float>, float, K> Multiplied;
+  // Rows in tiles of nearly one size: 8 are 4 and 4, not 6 and 2.
+  const int64_t tiles = (rows + tile_rows<Multiplied>() - 1) / tile_rows<Multiplied>();
+  alignas(64) float tile[kTileValues];
+  for (int64_t t = 0, row = first_row; t < tiles; t++) {
+    const int height = int(rows * (t + 1) / tiles - rows * t / tiles);
+    const int width = panels == panels_at_once<Multiplied>(height) ? panels : 1;
+    for (int p = 0; p < panels; p += width) {
+      tile_of<Multiplied>(height, width, job.x.values + row * job.x.stride, job.x.stride, right + p * panel_units,
+                          panel_units, count, tile);
+      put_tile(job, tile, height, width, row, panel + p);
+    }
+    row += height;
   }
 }
 
 // One block of rows times one run of panels.
-template <class T>
-void run_piece(const Job<T>& job, int index) {
+template <class K, class T>
+void run_piece(const Job<K, T>& job, int index) {
   const int64_t block = index / job.pieces_a_block, part = index % job.pieces_a_block;
-  const int64_t first_row = block * job.block_rows, end_row = std::min(first_row + job.block_rows, job.rows);
+  const int64_t first_row = block * job.block_rows, rows = std::min(job.block_rows, job.rows - first_row);
   const int64_t first_panel = part * job.panels_a_piece;
   const int64_t end_panel = std::min(first_panel + job.panels_a_piece, job.panels);
-  const int64_t count = units<T>(job.weight->in), panel_units = count * kPanel;
-  const auto* right = static_cast<const typename Sides<T>::Right*>(job.weight->panels);
-  // Rows in tiles of nearly one size: 8 are 4 and 4, not 6 and 2.
-  const int64_t rows = end_row - first_row, tiles = (rows + tile_rows<T>() - 1) / tile_rows<T>();
-  const int together = panels_at_once<T>(int((rows + tiles - 1) / tiles));
-  alignas(64) float tile[kTileValues];
+  const int64_t count = units<K>(job.weight->in), panel_units = count * Sides<K>::kUnit;
+  const auto* right = static_cast<const typename Sides<K>::Right*>(job.weight->panels);
+  if constexpr (std::is_same_v<K, Int8> || std::is_same_v<K, Int4>) {
+    if (rows > kWidenRows) {  // several tiles: the panel is widened once for all of them
+      const int64_t wide = count * Sides<K>::kStep;
+      float* widened = static_cast<float*>(scratch(kSlotWide, uint64_t(wide) * kPanel * sizeof(float)));
+      for (int64_t panel = first_panel; panel < end_panel; panel++) {
+        widen(right + panel * panel_units, count, widened);
+        run_tiles(job, first_row, rows, widened, wide * kPanel, wide, panel, 1);
+      }
+      return;
+    }
+  }
+  const int64_t tiles = (rows + tile_rows<K>() - 1) / tile_rows<K>();
+  const int together = panels_at_once<K>(int((rows + tiles - 1) / tiles));
   for (int64_t panel = first_panel; panel < end_panel;) {
     const int panels = panel + together <= end_panel ? together : 1;
-    for (int64_t t = 0, row = first_row; t < tiles; t++) {
-      const int height = int(rows * (t + 1) / tiles - rows * t / tiles);
-      const int width = panels == panels_at_once<T>(height) ? panels : 1;
-      for (int p = 0; p < panels; p += width) {
-        tile_of<T>(height, width, job.x + row * job.x_stride, job.x_stride, right + (panel + p) * panel_units, panel_units,
-                count, tile);
-        put_tile(job, tile, height, width, row, panel + p);
-      }
-      row += height;
-    }
+    run_tiles(job, first_row, rows, right + panel * panel_units, panel_units, count, panel, panels);
     panel += panels;
   }
-}
-
-inline const float* left_side(const float* x, int64_t&, int64_t, int64_t, int) { return x; }
-
-// Rows as the kernel wants them: float32, or pairs with a zero behind an odd last one.
-const Sides<Bf16>::Left* left_side(const Bf16* x, int64_t& stride, int64_t rows, int64_t in, int threads) {
-  typedef Sides<Bf16>::Left Left;
-  if (kDotBf16 && in % 2 == 0) return reinterpret_cast<const Left*>(x);
-  const int64_t from_stride = stride, width = stride = units<Bf16>(in) * 2;
-  Left* laid = static_cast<Left*>(scratch(kSlotRows, uint64_t(rows * width) * sizeof(Left)));
-  const int64_t pieces = std::clamp<int64_t>(rows * in >> 15, 1, std::min<int64_t>(rows, threads * 2));
-  parallel(threads, int(pieces), [=](int piece) {
-    for (int64_t r = rows * piece / pieces; r < rows * (piece + 1) / pieces; r++) {
-      const Bf16* from = x + r * from_stride;
-      Left* to = laid + r * width;
-      int64_t k = 0;
-      for (; k + kLanes <= in; k += kLanes) store<kLanes>(to + k, load<kLanes>(from + k));
-      for (; k < in; k++) put(to + k, to_float(from[k]));
-      if (in % 2) put(to + in, 0.0f);
-    }
-  });
-  return laid;
 }
 
 template <class T>
@@ -134,15 +139,15 @@ void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panel
   else pack_all(static_cast<const float*>(weight), out, in, static_cast<float*>(panels), threads);
 }
 
-template <class T>
-void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
-  if (rows <= 0) return;
-  Job<T> job = {};
-  job.x_stride = x_stride;
-  job.x = left_side(x, job.x_stride, rows, weight.in, threads);
+namespace {
+
+template <class K, class T>
+void multiply(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
+  Job<K, T> job = {};
+  job.x = left_side<K>(x, x_stride, rows, weight.in, threads);
   job.rows = rows;
-  const int64_t fitting = kBlockBytes / int64_t(weight.in * sizeof(typename Sides<T>::Left));
-  job.block_rows = std::clamp(fitting, kMinBlockRows, kMaxBlockRows) / tile_rows<T>() * tile_rows<T>();
+  const int64_t fitting = kBlockBytes / int64_t(weight.in * sizeof(typename Sides<K>::Left));
+  job.block_rows = std::clamp(fitting, kMinBlockRows, kMaxBlockRows) / tile_rows<K>() * tile_rows<K>();
   job.weight = &weight;
   job.out = out;
   job.out_stride = out_stride;
@@ -155,6 +160,23 @@ void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T*
   if (job.panels_a_piece > 4) job.panels_a_piece = (job.panels_a_piece + 3) / 4 * 4;
   job.pieces_a_block = (job.panels + job.panels_a_piece - 1) / job.panels_a_piece;
   parallel(threads, int(blocks * job.pieces_a_block), [&](int index) { run_piece(job, index); });
+}
+
+}  // namespace
+
+template <class T>
+void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
+  if (rows <= 0) return;
+  switch (weight.kind) {
+    case kInt8:
+      return multiply<Int8>(x, x_stride, rows, weight, out, out_stride, threads);
+    case kInt4:
+      return multiply<Int4>(x, x_stride, rows, weight, out, out_stride, threads);
+    case kWhole8:
+      return multiply<Whole8>(x, x_stride, rows, weight, out, out_stride, threads);
+    default:
+      return multiply<T>(x, x_stride, rows, weight, out, out_stride, threads);
+  }
 }
 
 template void linear<float>(const float*, int64_t, int64_t, const Weight&, float*, int64_t, int);

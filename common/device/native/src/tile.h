@@ -1,9 +1,11 @@
 // The inner kernel of every matmul: a few rows times a few panels of 16 columns, each sum in order of k.
 //
 // A panel of float32 is [k][16]; one of bfloat16 is [k / 2][16] of pairs (k, k + 1), the lower k in the lower half, an
-// odd last one beside zero. Every result is one chain of multiply-adds over k from zero on, however many rows and
+// odd last one beside zero. Panels of whole numbers are in tile_quantized.h. Every result is one chain of multiply-adds over k from zero on, however many rows and
 // panels are computed at once: a row's results do not depend on its neighbours.
 #pragma once
+#include <type_traits>
+
 #include "simd.h"
 
 #if defined(__AVX512BF16__)
@@ -14,26 +16,27 @@ namespace kvferry {
 
 constexpr int kPanel = 16;
 constexpr int kParts = kPanel / kLanes;  // vectors in a row of a panel
-// Rows of a tile at most: what leaves registers for the right side (bfloat16 needs one more, for a mask).
+// Rows of a tile at most: what leaves registers for the right side (narrow weights need one more, for a mask).
 constexpr int kMostRows = 6;
-template <class T>
+template <class K>
 constexpr int tile_rows() {
-  return kLanes == 16 || sizeof(T) == 4 ? 6 : 5;
+  return kLanes == 16 || std::is_same_v<K, float> ? 6 : 5;
 }
 // Panels whose sums fit the registers beside each other, for a number of rows.
-template <class T>
+template <class K>
 constexpr int panels_at_once(int rows) {
-  return kLanes == 16 ? 4 : rows == 1 ? 4 : rows == 2 || (rows == 3 && sizeof(T) == 4) ? 2 : 1;
+  return kLanes == 16 ? 4 : rows == 1 ? 4 : rows == 2 || (rows == 3 && std::is_same_v<K, float>) ? 2 : 1;
 }
 
-// What the rows of the left side are, and what the units of k of both sides are.
-template <class T>
+// What the rows of the left side are, and what the units of k of both sides are, for each kind K of weights.
+template <class K>
 struct Sides;
 template <>
 struct Sides<float> {
   typedef float Left;
   typedef float Right;
-  static constexpr int kStep = 1;  // values of k in one unit of the right side
+  static constexpr int kStep = 1;       // values of k in one unit of the right side
+  static constexpr int kUnit = kPanel;  // what one unit of a panel has of Right
 };
 template <>
 struct Sides<Bf16> {
@@ -44,11 +47,12 @@ struct Sides<Bf16> {
 #endif
   typedef uint32_t Right;
   static constexpr int kStep = 2;
+  static constexpr int kUnit = kPanel;
 };
 
-template <class T>
+template <class K>
 static inline int64_t units(int64_t k) {
-  return (k + Sides<T>::kStep - 1) / Sides<T>::kStep;
+  return (k + Sides<K>::kStep - 1) / Sides<K>::kStep;
 }
 
 typedef F<kLanes> Acc;
@@ -150,26 +154,5 @@ static inline void tile(const float* left, int64_t left_stride, const uint32_t* 
 }
 
 #endif
-
-constexpr int kTileValues = kMostRows * 4 * kPanel;
-
-// `rows` (1 to 6) times `panels` (1, or panels_at_once<T>(rows)).
-template <class T>
-static inline void tile_of(int rows, int panels, const typename Sides<T>::Left* left, int64_t left_stride,
-                           const typename Sides<T>::Right* right, int64_t right_stride, int64_t count, float* out) {
-#define KVFERRY_TILE(N)                                                                             \
-  case N:                                                                                           \
-    return panels == 1 ? tile<N, 1>(left, left_stride, right, right_stride, count, out)              \
-                       : tile<N, panels_at_once<T>(N)>(left, left_stride, right, right_stride, count, out);
-  switch (rows) {
-    KVFERRY_TILE(1)
-    KVFERRY_TILE(2)
-    KVFERRY_TILE(3)
-    KVFERRY_TILE(4)
-    KVFERRY_TILE(5)
-    KVFERRY_TILE(6)
-  }
-#undef KVFERRY_TILE
-}
 
 }  // namespace kvferry

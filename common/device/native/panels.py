@@ -1,0 +1,73 @@
+"""Weights in the layouts that the native matmul reads: panels of 16 columns (src/tile.h, src/tile_quantized.h)."""
+
+from ctypes import CDLL
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.device.quantize import INT4_GROUP, ROW_GROUP, Quantized
+
+PANEL = 16
+
+
+class Kind(IntEnum):
+    """`Kind` of src/matmul.h."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+    WHOLE8 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Packed weights of [outputs, inputs]."""
+
+    outputs: int
+    inputs: int
+    kind: Kind
+    memory: Tensor
+    scales: Tensor | None = None
+    """[outputs] float32: what each column's sums are multiplied by."""
+
+
+def pack(library: CDLL, weight: Tensor) -> Panels:
+    """weight [out, in], float32 or bfloat16; it is not kept."""
+    outputs, inputs = weight.shape
+    is_bf16 = int(weight.dtype == torch.bfloat16)
+    memory = torch.empty(library.kvf_packed_bytes(outputs, inputs, is_bf16), dtype=torch.uint8)
+    source = weight.contiguous()
+    library.kvf_pack(source.data_ptr(), outputs, inputs, is_bf16, memory.data_ptr(), torch.get_num_threads())
+    return Panels(outputs, inputs, Kind.BFLOAT16 if is_bf16 else Kind.FLOAT32, memory)
+
+
+def pack_quantized(weight: Quantized) -> Panels:
+    """Whole numbers with their scales."""
+    outputs, inputs = weight.values.shape
+    if weight.lows is not None:
+        return Panels(outputs, inputs, Kind.INT4, _groups(weight.values, weight.scales, weight.lows))
+    together, unit, kind = (2, ROW_GROUP, Kind.WHOLE8) if weight.rows_too else (4, 4, Kind.INT8)
+    return Panels(outputs, inputs, kind, _interleaved(weight.values, together, unit), weight.scales.flatten())
+
+
+def _interleaved(values: Tensor, together: int, unit: int) -> Tensor:
+    """[out, in] int8 -> [panels, in / together, 16, together], with zeros up to whole panels and units of inputs."""
+    columns, rows = -values.shape[0] % PANEL, -values.shape[1] % unit
+    padded = functional.pad(values, (0, rows, 0, columns))
+    by_panel = padded.view(padded.shape[0] // PANEL, PANEL, padded.shape[1] // together, together)
+    return by_panel.transpose(1, 2).contiguous()
+
+
+def _groups(values: Tensor, scales: Tensor, lows: Tensor) -> Tensor:
+    """[out, in] of 0 to 15 -> [panels, groups, bytes]: 16 scales and 16 lows in float16, then eight values a lane."""
+    columns = -values.shape[0] % PANEL
+    values, scales, lows = (functional.pad(part, (0, 0, 0, columns)) for part in (values, scales, lows))
+    panels, groups = values.shape[0] // PANEL, values.shape[1] // INT4_GROUP
+    pairs = values.view(panels, PANEL, groups, INT4_GROUP // 8, 4, 2)
+    lanes = (pairs[..., 0] | pairs[..., 1] << 4).permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
+    ends = [part.view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8) for part in (scales, lows)]
+    return torch.cat([*ends, lanes], dim=-1).contiguous()

@@ -1,0 +1,70 @@
+// The left side of a matmul, laid out as the kernels of a kind of weights read it.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "pool.h"
+#include "tile_of.h"
+
+namespace kvferry {
+
+template <class K>
+struct Rows {
+  const typename Sides<K>::Left* values;
+  int64_t stride;
+};
+
+// One row in another type, with zeros up to `width`.
+template <class T>
+static inline void lay(const T* from, int64_t in, int64_t width, float* to) {
+  int64_t k = 0;
+  for (; k + kLanes <= in; k += kLanes) store<kLanes>(to + k, load<kLanes>(from + k));
+  for (; k < in; k++) to[k] = to_float(from[k]);
+  for (; k < width; k++) to[k] = 0.0f;
+}
+
+static inline void lay(const Bf16* from, int64_t in, int64_t width, Bf16* to) {
+  std::copy(from, from + in, to);
+  std::fill(to + in, to + width, Bf16{});
+}
+
+// Whole numbers from -127 to 127, a scale for each group; zeros where a group has no values.
+template <class T>
+static inline void lay(const T* from, int64_t in, int64_t width, Rounded* to) {
+  const F<kLanes> shifter = splat<kLanes>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  for (int64_t start = 0; start < width; start += kRounded, to++) {
+    alignas(64) float values[kRounded];
+    lay(from + start, std::min<int64_t>(in - start, kRounded), kRounded, values);
+    F<kLanes> largest = {};
+    for (int k = 0; k < kRounded; k += kLanes) {
+      const F<kLanes> v = load<kLanes>(values + k);
+      largest = larger<kLanes>(largest, v < 0.0f ? -v : v);
+    }
+    const float most = max_lanes<kLanes>(largest), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    to->scale = most / 127.0f;
+    for (int k = 0; k < kRounded; k += kLanes) {
+      const F<kLanes> shifted = load<kLanes>(values + k) * inverse + shifter;
+      const auto whole = __builtin_convertvector((U<kLanes>)shifted - (U<kLanes>)shifter, typename Simd<kLanes>::H);
+      std::memcpy(to->values + k, &whole, sizeof whole);
+    }
+  }
+}
+
+// Rows as the kernel wants them: as they are where that is possible, else with zeros behind the last value of k.
+template <class K, class T>
+Rows<K> left_side(const T* x, int64_t stride, int64_t rows, int64_t in, int threads) {
+  typedef typename Sides<K>::Left Left;
+  const int64_t width = units<K>(in) * Sides<K>::kStep;
+  if constexpr (std::is_same_v<Left, T>)
+    if (width == in) return {x, stride};
+  const int64_t each = std::is_same_v<Left, Rounded> ? units<K>(in) : width;
+  Left* laid = static_cast<Left*>(scratch(kSlotRows, uint64_t(rows * each) * sizeof(Left)));
+  const int64_t pieces = std::clamp<int64_t>(rows * in >> 15, 1, std::min<int64_t>(rows, threads * 2));
+  parallel(threads, int(pieces), [=](int piece) {
+    for (int64_t r = rows * piece / pieces; r < rows * (piece + 1) / pieces; r++)
+      lay(x + r * stride, in, width, laid + r * each);
+  });
+  return {laid, each};
+}
+
+}  // namespace kvferry

@@ -1,0 +1,250 @@
+// The inner kernels over weights of 8 and 4 bits, and panels of them widened to float32 for many rows.
+//
+// Int8: [k / 4][16] of four values, the lowest k in the lowest byte; one factor for each column, which is multiplied in
+// where the sums are put out. Int4: groups of 32 values of k, each value q * scale + low with a scale and a low of its
+// own for each column. Whole8: the left side is of whole numbers too, with a factor for each 64 values of k (`Rounded`),
+// whose sums are exact; [k / 2][16] of pairs.
+// A widened panel holds the very numbers that the direct kernel multiplies by: both ways give the same bits.
+// The layouts are made by common/device/native/quantized.py.
+#pragma once
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "tile.h"
+
+namespace kvferry {
+
+struct Int8 {};
+struct Int4 {};
+struct Whole8 {};
+
+constexpr int kGroup = 32;
+constexpr int kRounded = 64;
+struct Rounded {
+  float scale;
+  int16_t values[kRounded];
+};
+struct Four8 {
+  uint32_t bits;
+};
+struct Two8 {
+  uint16_t bits;
+};
+struct Group4 {
+  uint16_t scale[kPanel], low[kPanel];  // float16
+  uint32_t values[kGroup / 8][kPanel];  // eight values of k, the lowest in the lowest four bits
+};
+
+template <>
+struct Sides<Int8> {
+  typedef float Left;
+  typedef Four8 Right;
+  static constexpr int kStep = 4;
+  static constexpr int kUnit = kPanel;
+};
+template <>
+struct Sides<Int4> {
+  typedef float Left;
+  typedef Group4 Right;
+  static constexpr int kStep = kGroup;
+  static constexpr int kUnit = 1;
+};
+template <>
+struct Sides<Whole8> {
+  typedef Rounded Left;
+  typedef Two8 Right;
+  static constexpr int kStep = kRounded;
+  static constexpr int kUnit = kRounded / 2 * kPanel;
+};
+
+// Scales and lows stay in registers beside the sums.
+template <>
+constexpr int tile_rows<Int4>() {
+  return kLanes == 16 ? 6 : 4;
+}
+template <>
+constexpr int panels_at_once<Int4>(int rows) {
+  return kLanes == 16 && rows <= 2 ? 4 : rows == 1 ? 2 : 1;
+}
+
+typedef Simd<kLanes>::I Whole;
+typedef U<kLanes> Bits;
+
+static inline Acc float_of(Whole v) { return __builtin_convertvector(v, Acc); }
+
+// Value `at` (0 to 3) of each lane's four.
+static inline Acc int8_of(Bits four, int at) { return float_of((Whole)(four << (24 - 8 * at)) >> 24); }
+
+// float16 to float32; the product shifts the exponent, so that subnormal numbers come out right too.
+static inline Acc half_of(const uint16_t* p) {
+  const Bits h = __builtin_convertvector(load_raw<typename Simd<kLanes>::H>(p), Bits);
+  const Acc size = (Acc)((h & 0x7fffu) << 13) * 0x1p112f;
+  return (Acc)((Bits)size | (h & 0x8000u) << 16);
+}
+
+struct Affine {
+  Acc scale, low;
+  Affine() = default;
+  Affine(const Group4& group, int part) : scale(half_of(group.scale + part * kLanes)), low(half_of(group.low + part * kLanes)) {}
+  Acc of(Bits eight, int at) const { return float_of((Whole)((eight >> (4 * at)) & 15u)) * scale + low; }
+};
+
+template <int ROWS, int PANELS>
+static inline void put_sums(const Acc (&acc)[ROWS][PANELS][kParts], float* out) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
+}
+
+template <int ROWS, int PANELS>
+static inline void add_products(Acc (&acc)[ROWS][PANELS][kParts], const Acc (&w)[PANELS][kParts], const float* left,
+                                int64_t left_stride) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) {
+    const Acc x = splat<kLanes>(left[r * left_stride]);
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
+  }
+}
+
+template <int ROWS, int PANELS>
+static inline void tile(const float* left, int64_t left_stride, const Four8* right, int64_t right_stride,
+                        int64_t count, float* out) {
+  Acc acc[ROWS][PANELS][kParts] = {};
+  for (int64_t k = 0; k < count; k++) {
+    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    Bits four[PANELS][kParts];
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) four[p][i] = load_raw<Bits>(right + p * right_stride + k * kPanel + i * kLanes);
+#pragma GCC unroll 4
+    for (int at = 0; at < 4; at++) {
+      Acc w[PANELS][kParts];
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; i++) w[p][i] = int8_of(four[p][i], at);
+      add_products<ROWS, PANELS>(acc, w, left + 4 * k + at, left_stride);
+    }
+  }
+  put_sums<ROWS, PANELS>(acc, out);
+}
+
+template <int ROWS, int PANELS>
+static inline void tile(const float* left, int64_t left_stride, const Group4* right, int64_t right_stride,
+                        int64_t count, float* out) {
+  Acc acc[ROWS][PANELS][kParts] = {};
+  for (int64_t g = 0; g < count; g++) {
+    Affine affine[PANELS][kParts];
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) affine[p][i] = Affine(right[p * right_stride + g], i);
+    for (int part = 0; part < kGroup / 8; part++) {
+      Bits eight[PANELS][kParts];
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; i++) eight[p][i] = load_raw<Bits>(right[p * right_stride + g].values[part] + i * kLanes);
+#pragma GCC unroll 8
+      for (int at = 0; at < 8; at++) {
+        Acc w[PANELS][kParts];
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+          for (int i = 0; i < kParts; i++) w[p][i] = affine[p][i].of(eight[p][i], at);
+        add_products<ROWS, PANELS>(acc, w, left + g * kGroup + part * 8 + at, left_stride);
+      }
+    }
+  }
+  put_sums<ROWS, PANELS>(acc, out);
+}
+
+// Pairs of whole numbers, one pair a lane, the lower k in the lower half of it; and the sum of each lane's products.
+#if defined(__AVX512BW__)
+typedef __m512i Pairs;
+static inline Pairs pairs_of(const Two8* right) { return _mm512_cvtepi8_epi16(load_raw<__m256i>(right)); }
+static inline Pairs splat_pair(int32_t pair) { return _mm512_set1_epi32(pair); }
+static inline Whole dot(Pairs a, Pairs b) { return (Whole)_mm512_madd_epi16(a, b); }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+typedef __m256i Pairs;
+static inline Pairs pairs_of(const Two8* right) { return _mm256_cvtepi8_epi16(load_raw<__m128i>(right)); }
+static inline Pairs splat_pair(int32_t pair) { return _mm256_set1_epi32(pair); }
+static inline Whole dot(Pairs a, Pairs b) { return (Whole)_mm256_madd_epi16(a, b); }
+#else
+typedef Whole Pairs;
+static inline Pairs pairs_of(const Two8* right) {
+  const Bits two = __builtin_convertvector(load_raw<typename Simd<kLanes>::H>(right), Bits);
+  const Whole low = (Whole)(two << 24) >> 24, high = (Whole)(two << 16) >> 24;
+  return (low & 0xffff) | (high << 16);
+}
+static inline Pairs splat_pair(int32_t pair) { return Whole{} + pair; }
+static inline Whole dot(Pairs a, Pairs b) { return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16); }
+#endif
+
+// Strides of the left side count groups.
+template <int ROWS, int PANELS>
+static inline void tile(const Rounded* left, int64_t left_stride, const Two8* right, int64_t right_stride, int64_t count,
+                        float* out) {
+  Acc acc[ROWS][PANELS][kParts] = {};
+  for (int64_t g = 0; g < count; g++) {
+    const Two8* group = right + g * Sides<Whole8>::kUnit;
+    Whole sums[ROWS][PANELS][kParts] = {};
+    for (int k = 0; k < kRounded / 2; k++) {
+      __builtin_prefetch(group + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+      Pairs w[PANELS][kParts];
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; i++) w[p][i] = pairs_of(group + p * right_stride + k * kPanel + i * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        int32_t pair;
+        std::memcpy(&pair, left[r * left_stride + g].values + 2 * k, sizeof pair);
+        const Pairs x = splat_pair(pair);
+#pragma GCC unroll 8
+        for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+          for (int i = 0; i < kParts; i++) sums[r][p][i] += dot(x, w[p][i]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Acc scale = splat<kLanes>(left[r * left_stride + g].scale);
+#pragma GCC unroll 8
+      for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+        for (int i = 0; i < kParts; i++) acc[r][p][i] += float_of(sums[r][p][i]) * scale;
+    }
+  }
+  put_sums<ROWS, PANELS>(acc, out);
+}
+
+// A panel as [k][16] of float32, without Int8's factors; k goes to the end of the last unit.
+static inline void widen(const Four8* panel, int64_t count, float* to) {
+  for (int64_t k = 0; k < count; k++)
+    for (int at = 0; at < 4; at++)
+      for (int i = 0; i < kParts; i++)
+        store<kLanes>(to + (4 * k + at) * kPanel + i * kLanes, int8_of(load_raw<Bits>(panel + k * kPanel + i * kLanes), at));
+}
+
+static inline void widen(const Group4* panel, int64_t count, float* to) {
+  for (int64_t g = 0; g < count; g++)
+    for (int i = 0; i < kParts; i++) {
+      const Affine affine(panel[g], i);
+      for (int part = 0; part < kGroup / 8; part++) {
+        const Bits eight = load_raw<Bits>(panel[g].values[part] + i * kLanes);
+        for (int at = 0; at < 8; at++)
+          store<kLanes>(to + (g * kGroup + part * 8 + at) * kPanel + i * kLanes, affine.of(eight, at));
+      }
+    }
+}
+
+}  // namespace kvferry

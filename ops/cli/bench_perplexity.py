@@ -1,0 +1,69 @@
+"""`kvferry bench perplexity`: what fewer bits for the weights cost a model in accuracy."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from common.config.host import probe_host
+from common.errors import ConfigError, ModelLoadError
+from ops.cli.errors import DONE
+from ops.cli.node import set_thread_variables
+
+DEFAULT_TEXT = Path(__file__).parents[1] / "docs" / "protocol.md"
+_LEAST_TOKENS = 2
+
+
+def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the subject."""
+    parser = subjects.add_parser(
+        "perplexity",
+        help="accuracy of quantised weights: the perplexity of a text",
+        description="Measures how well the model foretells a text with full weights, int8, int4 and int8_dynamic.",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
+    )
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: this project's page about its protocol")
+    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of the text at most (8192)")
+    parser.add_argument("--window", type=int, default=1024, metavar="W", help="tokens foretold together (1024)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    if min(args.tokens, args.window) < _LEAST_TOKENS:
+        raise ConfigError(f"--tokens and --window must be at least {_LEAST_TOKENS}")
+    threads = args.threads or probe_host().cores
+    set_thread_variables(threads)
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+    import msgspec
+
+    from common.device.select import select_device
+    from common.tokenizer import load_tokenizer
+    from ops import model_store
+    from ops.bench.perplexity import run_perplexity, table
+
+    path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
+    if not path.exists():
+        raise ModelLoadError(f"--model: {path} is not there")
+    text = args.text or DEFAULT_TEXT
+    ids = load_tokenizer(path).encode(_read(text))[: args.tokens]
+    if len(ids) < _LEAST_TOKENS:
+        raise ConfigError(f"--text: {text} has {len(ids)} tokens, at least {_LEAST_TOKENS} are needed")
+    device = select_device("cpu", threads)
+    dtype = None if args.dtype == "auto" else args.dtype
+    report = run_perplexity(path, device, dtype, (text.name, ids), args.window, sys.stderr.isatty())
+    print(msgspec.json.encode(report).decode() if args.json else "\n".join(table(report)))
+    return DONE
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text: {path}: {error}") from None

@@ -1,0 +1,101 @@
+"""Weights in fewer bits: what they stand for, and that the native kernels and torch's multiply by just that."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.device.base import Linear
+from common.device.quantize import INT4_GROUP, WeightScheme, bits_per_weight, quantize
+from tests.support.cpu_ops import ops_named
+
+SCHEMES: list[WeightScheme] = ["int8", "int4", "int8_dynamic"]
+SHAPES = [(33, 20), (16, 7), (1, 1), (96, 576), (70, 1001), (64, 96), (40, 130)]
+"""Whole panels and groups, and tails of both."""
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def packed(name: str, weight: Tensor, bias: Tensor | None, scheme: WeightScheme) -> Linear:
+    return ops_named(name).pack_linear(weight, bias, scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_weight_is_further_off_than_half_a_step(scheme: WeightScheme) -> None:
+    weight = randn(48, 8 * INT4_GROUP)
+    kept = quantize(weight, scheme)
+    step = kept.scales.float().repeat_interleave(weight.shape[1] // kept.scales.shape[1], dim=1)
+    rounding = 0.51 if kept.lows is None else 0.6  # scales and lows of int4 are rounded to float16 as well
+    assert ((kept.dequantized() - weight).abs() <= rounding * step).all()
+
+
+def test_sixteen_even_steps_are_kept_as_they_are() -> None:
+    """What a Q4_1 checkpoint holds."""
+    steps = torch.randint(0, 16, (8, 4, INT4_GROUP), generator=torch.Generator().manual_seed(1))
+    steps[..., 0], steps[..., 1] = 0, 15
+    scale, low = torch.tensor(0.0625), torch.tensor(-0.4375)
+    weight = (steps * scale + low).flatten(1)
+    assert torch.equal(quantize(weight, "int4").dequantized(), weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_of_zeros_and_of_one_value(scheme: WeightScheme) -> None:
+    weight = torch.zeros(3, INT4_GROUP)
+    weight[1] = 2.0
+    assert torch.allclose(quantize(weight, scheme).dequantized(), weight, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_product_is_that_with_the_weights_that_are_kept(
+    name: str, dtype: torch.dtype, outputs: int, inputs: int, scheme: WeightScheme
+) -> None:
+    weight, bias, x = (
+        randn(outputs, inputs, dtype=dtype),
+        randn(outputs, seed=1, dtype=dtype),
+        randn(50, inputs, seed=2),
+    )
+    wanted = x.to(dtype).double() @ quantize(weight, scheme).dequantized().double().T + bias.double()
+    for rows in (1, 3, 16, 17, 50):
+        got = packed(name, weight, bias, scheme)(x[:rows].to(dtype))
+        assert got.dtype == dtype
+        assert (got.double() - wanted[:rows]).abs().max() <= TOLERANCE[dtype] * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_rounded_rows_are_the_same_rows_natively(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """And near the exact product."""
+    weight, x = randn(outputs, inputs, dtype=dtype), randn(50, inputs, seed=2, dtype=dtype)
+    x[3] = 0.0
+    native, plain = (packed(name, weight, None, "int8_dynamic")(x).double() for name in ("native", "torch"))
+    exact = x.double() @ weight.double().T
+    assert (native - plain).abs().max() <= TOLERANCE[dtype] * exact.abs().max()
+    assert (native - exact).abs().max() <= 0.03 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, scheme: WeightScheme) -> None:
+    """Bit by bit: whether its panel was widened for many rows or not, with any number of threads."""
+    linear = packed("native", randn(100, 160, dtype=dtype), None, scheme)
+    x = randn(230, 160, seed=2, dtype=dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = linear(x)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
+    for count in (2, 5, 6, 7, 12, 16, 17, 40):
+        assert torch.equal(linear(x[:count]), together[:count])
+
+
+def test_int4_keeps_what_is_no_whole_group_in_8_bits() -> None:
+    assert quantize(randn(4, INT4_GROUP + 1), "int4").lows is None
+    assert [bits_per_weight(scheme) for scheme in SCHEMES] == [8, 5, 8]
