@@ -11,25 +11,41 @@ from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.probe import ProbeResult, probe_async
 
+MAX_DRAINED = 5000
+"""Messages of one socket that are taken in without giving others of the loop their turn."""
+_AnyReceiver = AsyncReceiver[list[Frame]] | AsyncReceiver[LinkEvent]
+
 
 class AsyncWatcher:
     """Implements `common.transport.client_links.Watcher`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._receivers: dict[_AnyReceiver, None] = {}
         self._probes: set[asyncio.Task[None]] = set()
 
     def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
         """Call back with each message."""
-        receiver = AsyncReceiver(self._loop, link, on_message)
-        receiver.open()
-        return receiver.close
+        return self._watch(AsyncReceiver(self._loop, link, on_message))
 
     def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
         """Call back with each connection event."""
-        receiver = AsyncReceiver(self._loop, monitor, on_event)
+        return self._watch(AsyncReceiver(self._loop, monitor, on_event))
+
+    def drain(self) -> None:
+        """Call back at once with all that waits."""
+        for receiver in list(self._receivers):
+            receiver.drain(MAX_DRAINED)
+
+    def _watch(self, receiver: _AnyReceiver) -> Close:
         receiver.open()
-        return receiver.close
+        self._receivers[receiver] = None
+
+        def close() -> None:
+            receiver.close()
+            self._receivers.pop(receiver, None)
+
+        return close
 
     def probe(self, endpoint: str, timeout_s: float, on_result: Callable[[ProbeResult], None]) -> None:
         """Probe in a task of the loop."""

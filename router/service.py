@@ -71,6 +71,7 @@ class RouterService:
         self._announcements: AsyncReceiver[Envelope] | None = None
         self._streams: dict[RequestId, QueuedStream] = {}
         self._ticker: asyncio.Task[None] | None = None
+        self._last_tick = clock.now()
 
     # -- life
 
@@ -136,9 +137,18 @@ class RouterService:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.on_event(Tick())
-            if self._links is not None:
-                self._links.flush()
+            self.tick()
+
+    def tick(self) -> None:
+        """Time went by. After a sleep (the process was stopped, its loop held) messages come first: uvloop runs timers
+        before it reads sockets, and what waits there must not be judged by a silence or a deadline that it ends."""
+        now = self._clock.now()
+        if self._watcher is not None and now - self._last_tick > TICK_S + self._settings.timers.late_tick_s:
+            self._watcher.drain()
+        self._last_tick = now
+        self.on_event(Tick())
+        if self._links is not None:
+            self._links.flush()
 
     # -- what the HTTP layer asks
 
