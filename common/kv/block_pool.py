@@ -87,6 +87,10 @@ class BlockPool:
         """Block ids in order of position."""
         return self._holding(holder).table
 
+    def num_exclusive(self, holder: int) -> int:
+        """How many of its blocks nobody else holds: what its release makes free."""
+        return sum(1 for block in self.table(holder) if self._num_holders[block] == 1)
+
     def num_published_tokens(self, holder: int) -> int:
         """Leading positions of this holder that are final: never to be written again by it."""
         return len(self._holding(holder).digests) * self.block_size
@@ -109,11 +113,12 @@ class BlockPool:
         max_cached_tokens: int,
         extra_tokens: int = 0,
         keep_free: int = 0,
+        counted: bool = True,
     ) -> BlockTable | None:
         """Blocks for len(token_ids) + extra_tokens positions; all or nothing.
 
         Leading whole blocks within max_cached_tokens that the prefix cache has are shared. None: it would leave fewer
-        than keep_free blocks free; nothing changed then.
+        than keep_free blocks free; nothing changed then. `counted`: whether the totals of hits and prompts count it.
         """
         if holder in self._holdings:
             raise InvariantError(f"holder {holder} has a table already")
@@ -121,17 +126,22 @@ class BlockPool:
         if num_blocks - self._max_hits(token_ids, max_cached_tokens) > self.num_free - keep_free:
             return None  # no number of hits can help: spares the hashing while the pool is full
         hits, digests = self._lookup(token_ids, max_cached_tokens)
-        num_revived = sum(1 for block in hits if self._num_holders[block] == 0)
-        if num_blocks - len(hits) + num_revived > self.num_free - keep_free:
+        if num_blocks - self._num_held_by_others(hits) > self.num_free - keep_free:
             return None
         for block in hits:
             self._hold(block)
         table = (*hits, *self._take(num_blocks - len(hits)))
         self._holdings[holder] = _Holding(table, digests)
         num_cached_tokens = len(hits) * self.block_size
-        self.prefix_hit_tokens += num_cached_tokens
-        self.prompt_tokens += len(token_ids)
+        if counted:
+            self.prefix_hit_tokens += num_cached_tokens
+            self.prompt_tokens += len(token_ids)
         return BlockTable(table, num_cached_tokens)
+
+    def num_wanted(self, token_ids: "array[int]", *, max_cached_tokens: int, extra_tokens: int = 0) -> int:
+        """How many blocks of those now free an `acquire` would take."""
+        hits, _ = self._lookup(token_ids, max_cached_tokens)
+        return self.blocks_for(len(token_ids) + extra_tokens) - self._num_held_by_others(hits)
 
     def grow(self, holder: int, num_tokens: int) -> bool:
         """Extend the holder's table to cover num_tokens positions; all or nothing."""
@@ -225,6 +235,10 @@ class BlockPool:
             digests.append(content.digest)
             parent = content.digest
         return hits, digests
+
+    def _num_held_by_others(self, hits: list[int]) -> int:
+        """Hits that take nothing of what is free; the rest would be revived from the evictable ones."""
+        return sum(1 for block in hits if self._num_holders[block] > 0)
 
     def _hold(self, block: int) -> None:
         if self._num_holders[block] == 0:

@@ -60,6 +60,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Total since start."""
     preemptions: Count = 0
     """Total since start."""
+    swaps: Count = 0
+    """Total since start: sequences that went to the host's memory for want of blocks."""
 
 
 class Announce(Message, frozen=True, kw_only=True):

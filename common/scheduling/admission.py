@@ -10,7 +10,9 @@ from common.scheduling.sequence import Sequence, SequenceSpec, Status
 from common.scheduling.sequence_table import SequenceTable
 from common.scheduling.waiting_queue import PRIORITIES
 
-RUNNING = (Status.COMPUTING, Status.PAUSED, Status.RESERVED, Status.COMMITTED, Status.DECODING)
+AWAY = (Status.SWAPPING, Status.SWAPPED)
+"""Swapped out, or on the way. While there are any nothing new gets blocks: they were here first, and come back."""
+RUNNING = (Status.COMPUTING, Status.PAUSED, Status.RESERVED, Status.COMMITTED, Status.DECODING, *AWAY)
 """What max_running counts."""
 WITH_KV = (Status.COMPUTING, Status.PAUSED, Status.PREFILLED, Status.DECODING)
 """Positions below num_computed_tokens have KV, and the engine wrote it."""
@@ -32,6 +34,10 @@ class Admission:
     def num_running(self) -> int:
         """Sequences that max_running counts."""
         return self._table.count(*RUNNING)
+
+    @property
+    def _may_begin(self) -> bool:
+        return self.num_running < self._config.max_running and not self._table.count(*AWAY)
 
     @property
     def num_reserved_blocks(self) -> int:
@@ -61,7 +67,7 @@ class Admission:
 
         Cached are at most all known ids but the last: that one's logits are wanted, or it is handed on as it is.
         """
-        if self.num_running >= self._config.max_running or self._refused == (seq.seq_id, self._pool.num_releases):
+        if not self._may_begin or self._refused == (seq.seq_id, self._pool.num_releases):
             return None
         decode = seq.spec.mode == "decode"
         table = self._acquire(seq.seq_id, seq.spec, max_cached_tokens=seq.spec.num_known - 1, decode=decode)
@@ -71,12 +77,12 @@ class Admission:
         return table.num_cached_tokens
 
     def reserve(self, spec: SequenceSpec, seq_id: int) -> BlockTable | None:
-        """Blocks for KV that comes from elsewhere. None: no room, by blocks, share or max_running.
+        """Blocks for KV that comes from elsewhere. None: no room, by blocks, share, max_running, or swapped ones.
 
         Of a fresh prompt everything may be cached. Of a re-plan not the last id: the other side may hand that one
         over as the token to go on from, and its position is written here then.
         """
-        if self.num_running >= self._config.max_running:
+        if not self._may_begin:
             return None
         reserved = self.num_reserved_blocks
         wanted = self._pool.blocks_for(self._tokens_to_start(spec, decode=True))

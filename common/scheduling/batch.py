@@ -4,15 +4,17 @@ from array import array
 
 from common.kv.block_pool import BlockPool
 from common.scheduling.sequence import Sequence, Status
-from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
+from common.scheduling.step import BlockCopies, NewSequence, ScheduledSequence, StepPlan
 
 
 class Batch:
-    """A step in the making. Give tokens with `give`, then `seal` once."""
+    """A step in the making. Give tokens with `give`, add copies, then `seal` once."""
 
     def __init__(self, budget_tokens: int) -> None:
         self.budget_tokens = budget_tokens
         """What is left."""
+        self.swap_out: list[BlockCopies] = []
+        self.swap_in: list[BlockCopies] = []
         self._shares: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
 
@@ -27,15 +29,15 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody got a token."""
-        return not self._shares
+        """Whether nobody got a token, and nothing is copied."""
+        return not (self._shares or self.swap_out or self.swap_in)
 
     def seal(self, step_id: int, pool: BlockPool, finished: tuple[int, ...]) -> StepPlan:
         """The plan. The sequences count as scheduled, and as announced, from here on."""
         new = tuple(_announce(seq) for seq in self._sequences.values() if not seq.announced)
         report_layers = any(_is_ferried(seq) for seq in self._sequences.values())
         scheduled = tuple(_schedule(seq, self._shares[seq_id], pool) for seq_id, seq in self._sequences.items())
-        return StepPlan(step_id, scheduled, new, finished, report_layers)
+        return StepPlan(step_id, scheduled, new, finished, report_layers, tuple(self.swap_out), tuple(self.swap_in))
 
 
 def _announce(seq: Sequence) -> NewSequence:

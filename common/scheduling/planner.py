@@ -1,13 +1,12 @@
-"""What runs in the next step, and who starts or is given back for it. Changes sequences through their table only."""
+"""What runs in the next step, and who starts. Changes sequences through their table only."""
 
 from collections.abc import Callable
 
-from common.kv.block_pool import BlockPool
 from common.scheduling.admission import Admission
 from common.scheduling.batch import Batch
-from common.scheduling.events import GivenBack, SchedulerEvent, Started
-from common.scheduling.preemption import choose_victim, rank
+from common.scheduling.events import SchedulerEvent, Started
 from common.scheduling.results import prefilled
+from common.scheduling.room import Room
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Sequence, SequenceSpec, Status
 from common.scheduling.sequence_table import SequenceTable
@@ -20,21 +19,19 @@ class Planner:
     """Decoding sequences first, then prompts; deterministic. Writes what happened into the list of events given."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable, queue: WaitingQueue, admission: Admission
+        self, config: SchedulerConfig, table: SequenceTable, queue: WaitingQueue, admission: Admission, room: Room
     ) -> None:
         self._config = config
-        self._pool = pool
         self._table = table
         self._queue = queue
         self._admission = admission
-        self.num_preemptions = 0
-        """Total since start."""
+        self._room = room
 
     def fill(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
         """Share the batch's budget out."""
-        self._make_room(events)
+        self._room.make(batch, now, events)
         for seq in self._table.members(Status.DECODING).values():
-            if self._has_room(seq):
+            if self._room.has_room(seq):
                 batch.give(seq, 1)
         self._give_to_prompts(batch, now, may_start, events)
 
@@ -49,22 +46,6 @@ class Planner:
             events.append(prefilled(seq))
         else:
             self._table.move(seq, Status.COMPUTING)
-
-    def _has_room(self, seq: Sequence) -> bool:
-        return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
-
-    def _make_room(self, events: list[SchedulerEvent]) -> None:
-        """Blocks for the next token of all that decode, best first; the worst give theirs back when none is left."""
-        decoding = self._table.members(Status.DECODING)
-        needy = [seq for seq in decoding.values() if seq.num_unscheduled_tokens and not self._has_room(seq)]
-        for seq in sorted(needy, key=rank):
-            while seq.status is Status.DECODING and not self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1):
-                victim = choose_victim(decoding.values(), self._config.max_preempt)
-                if victim is None:
-                    break  # it skips this step; whoever holds the blocks ends some time
-                self.num_preemptions += 1
-                self._table.end(victim)
-                events.append(GivenBack(victim.seq_id))
 
     def _give_to_prompts(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
         """The rest of the budget: prompts under way by class, then age; a waiting one starts before those of a worse

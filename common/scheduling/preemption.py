@@ -10,19 +10,21 @@ def rank(seq: Sequence) -> tuple[int, float, int]:
     return seq.spec.priority, seq.spec.accepted_at, seq.seq_id
 
 
-def choose_victim(decoding: Iterable[Sequence], max_preempt: int) -> Sequence | None:
+def best_of(*groups: Iterable[Sequence]) -> Sequence | None:
+    """The oldest of the best class; None when there is nobody."""
+    return min((seq for group in groups for seq in group), key=rank, default=None)
+
+
+def choose_victim(decoding: Iterable[Sequence], safe: Sequence | None, max_preempt: int) -> Sequence | None:
     """The youngest of the lowest class; None when nobody may be taken.
 
-    Never the oldest of the best class: it finishes, whatever happens to the others. Never one that was given back
-    max_preempt times: it got its blocks to the end at once. Nor one whose blocks a step or a transport still touches.
+    Never `safe`, the best of all that decode or are swapped out: it finishes, whatever happens to the others. Never one
+    that was given back max_preempt times: it got its blocks to the end at once. Nor one whose blocks a step or a
+    transport still touches.
     """
-    candidates = list(decoding)
-    if not candidates:
-        return None
-    safe = min(candidates, key=rank)
     eligible = [
         seq
-        for seq in candidates
+        for seq in decoding
         if seq is not safe and seq.spec.times_preempted < max_preempt and not seq.steps_in_flight and not seq.pins
     ]
     return max(eligible, key=rank, default=None)

@@ -7,18 +7,21 @@ from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Sequence, Status
 from common.scheduling.sequence_table import SequenceTable
 from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from common.scheduling.swapping import Swapping
 
 
 class Results:
     """Takes results in, in the order of the steps."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable, swapping: Swapping) -> None:
         self._config = config
         self._pool = pool
         self._table = table
+        self._swapping = swapping
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SchedulerEvent]:
         """The result of a step that has just left the flight."""
+        self._swapping.apply(plan)
         events: list[SchedulerEvent] = []
         for part in plan.scheduled:
             seq = self._table.get(part.seq_id)

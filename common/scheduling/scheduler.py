@@ -7,11 +7,13 @@ The life of a sequence here:
  4. Mode `prefill`: it stops as PREFILLED (`Prefilled`) until `release` or `continue_decoding`.
  5. `reserve`: blocks for KV that another node sends; leading ones may come from the prefix cache.
  6. `commit`: owned for good; `activate`: all KV is there, it goes on from the handed token.
- 7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`.
+ 7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`. When blocks run out
+    it may be swapped to the host and back; nothing is told of that.
 
 Blocks of an ended sequence are freed when no step in flight names it and nobody has it pinned: the engine may still
 write them, a transport may still read them. The parts: `sequence_table` (who is where), `admission` (who may have
-blocks), `planner` and `batch` (what runs), `preemption` (who gives back), `results` (what came out).
+blocks), `planner` and `batch` (what runs), `room` and `preemption` (who gets the last blocks), `swapping` (to the host
+and back), `results` (what came out).
 """
 
 from collections import Counter, deque
@@ -20,16 +22,19 @@ from typing import NamedTuple
 
 from common.errors import InvariantError, ProtocolError
 from common.kv.block_pool import BlockPool
+from common.kv.host_pool import HostPool
 from common.protocol.messages import Load
-from common.scheduling.admission import Admission
+from common.scheduling.admission import AWAY, Admission
 from common.scheduling.batch import Batch
 from common.scheduling.events import SchedulerEvent
 from common.scheduling.planner import MayStart, Planner
 from common.scheduling.results import Results, check_result
+from common.scheduling.room import Room
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Sequence, SequenceSpec, Status
 from common.scheduling.sequence_table import SequenceTable
 from common.scheduling.step import StepPlan, StepResult
+from common.scheduling.swapping import Swapping
 from common.scheduling.waiting_queue import WaitingQueue
 
 
@@ -60,14 +65,18 @@ class Scheduler:
     status where the call makes no sense; nothing is changed then.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, host: HostPool | None = None) -> None:
+        """`host`: where sequences are swapped to when `pool` is full. None: nowhere."""
         self._config = config
         self._pool = pool
-        self._table = SequenceTable(pool)
+        self._host = host or HostPool(0)
+        self._table = SequenceTable(pool, self._host)
         self._queue = WaitingQueue(config.aging_s)
         self._admission = Admission(config, pool, self._table)
-        self._planner = Planner(config, pool, self._table, self._queue, self._admission)
-        self._results = Results(config, pool, self._table)
+        self._swapping = Swapping(pool, self._host, self._table)
+        self._room = Room(config, pool, self._table, self._swapping)
+        self._planner = Planner(config, self._table, self._queue, self._admission, self._room)
+        self._results = Results(config, pool, self._table, self._swapping)
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._events: list[SchedulerEvent] = []
@@ -182,7 +191,7 @@ class Scheduler:
     # --- steps ---
 
     def schedule(self, now: float, may_start: MayStart | None = None) -> Scheduled:
-        """Plan the next step: decoding sequences first, then prompts.
+        """Plan the next step: decoding sequences first, then prompts. It may hold nothing but copies.
 
         `may_start` is asked for the head of the queue before it starts; False keeps it there, and all behind it.
         """
@@ -208,12 +217,12 @@ class Scheduler:
         return None if seq is None else seq.status
 
     def block_table(self, seq_id: int) -> tuple[int, ...]:
-        """Its blocks, in order of position; empty while it waits."""
+        """Its blocks, in order of position; empty while it waits or is swapped out."""
         self._table.get(seq_id)
         return self._pool.table(seq_id) if self._pool.holds(seq_id) else ()
 
     def num_computed_tokens(self, seq_id: int) -> int:
-        """Positions 0 .. n - 1 have KV (of a reservation: those pinned from the prefix cache)."""
+        """Positions 0 .. n - 1 have KV, here or on the host (of a reservation: those pinned from the prefix cache)."""
         return self._table.get(seq_id).num_computed_tokens
 
     def is_in_step(self, seq_id: int) -> bool:
@@ -227,7 +236,10 @@ class Scheduler:
 
     @property
     def work_waiting(self) -> bool:
-        """Whether a step is in flight or some sequence could run: a healthy engine makes steps then."""
+        """Whether a step is in flight or some sequence could run: a healthy engine makes steps then.
+
+        What is swapped out waits for blocks, not for the engine.
+        """
         return bool(self._in_flight) or self._table.count(Status.COMPUTING, Status.DECODING) > 0
 
     @property
@@ -238,7 +250,7 @@ class Scheduler:
     def load(self) -> Load:
         """Numbers for Status."""
         under_way = [*self._table.members(Status.COMPUTING).values(), *self._table.members(Status.PAUSED).values()]
-        running = (Status.COMPUTING, Status.PAUSED, Status.PREFILLED, Status.COMMITTED, Status.DECODING)
+        running = (Status.COMPUTING, Status.PAUSED, Status.PREFILLED, Status.COMMITTED, Status.DECODING, *AWAY)
         return Load(
             waiting_requests=len(self._queue),
             waiting_tokens=self._queue.total_tokens
@@ -250,7 +262,8 @@ class Scheduler:
             block_size=self._pool.block_size,
             prefix_hit_tokens=self._pool.prefix_hit_tokens,
             prompt_tokens=self._pool.prompt_tokens,
-            preemptions=self._planner.num_preemptions,
+            preemptions=self._room.num_preemptions,
+            swaps=self._swapping.num_swaps,
         )
 
     @property
@@ -259,8 +272,8 @@ class Scheduler:
         return self._table.live_ids
 
     def is_quiescent(self) -> bool:
-        """No sequence, no step in flight, no block held."""
-        return not len(self._table) and not self._in_flight and self._pool.num_held == 0
+        """No sequence, no step in flight, no block held here or on the host."""
+        return not (len(self._table) or self._in_flight or self._pool.num_held or self._host.num_held)
 
     # --- inside ---
 
@@ -280,7 +293,8 @@ class Scheduler:
         """Raise InvariantError when sequences, queue, steps and blocks do not agree."""
         self._pool.check_invariants()
         self._queue.check_invariants()
-        self._table.check_invariants(Counter(part.seq_id for plan in self._in_flight for part in plan.scheduled))
+        self._swapping.check_invariants(list(self._in_flight))
+        self._table.check_invariants(Counter(seq_id for plan in self._in_flight for seq_id in plan.touched))
         waiting = self._table.members(Status.WAITING)
         if len(waiting) != len(self._queue) or any(seq_id not in self._queue for seq_id in waiting):
             raise InvariantError("scheduler: the queue and the waiting sequences differ")

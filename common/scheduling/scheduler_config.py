@@ -22,6 +22,8 @@ class SchedulerConfig:
     """Waiting this long raises a sequence by one priority class."""
     max_preempt: int = 3
     """A request that was given back this often is not given back again."""
+    swap_wait_s: float = 2.0
+    """A swapped-out sequence that gets no blocks for this long is given back."""
     reserved_share: float = 0.5
     """Uncommitted reservations hold no more than this (a single one may, when it is alone)."""
     watermark_blocks_share: float = 0.02
@@ -37,7 +39,7 @@ class SchedulerConfig:
             )
         if self.max_chunk_tokens < 0 or self.max_preempt < 0:
             raise ConfigError("max_chunk_tokens and max_preempt must not be negative")
-        if self.aging_s <= 0:
-            raise ConfigError("aging_s must be positive")
+        if self.aging_s <= 0 or self.swap_wait_s <= 0:
+            raise ConfigError("aging_s and swap_wait_s must be positive")
         if not (0 < self.reserved_share <= 1 and 0 <= self.watermark_blocks_share < 1):
             raise ConfigError("reserved_share must lie in (0, 1], watermark_blocks_share in [0, 1)")

@@ -17,7 +17,8 @@ Mode = Literal["prefill", "decode"]
 
 
 class Status(Enum):
-    """Where a sequence stands. All but WAITING hold blocks; ENDED ones only until nobody touches these any more."""
+    """Where a sequence stands. All but WAITING and SWAPPED hold blocks; ENDED ones only until nobody touches these
+    any more."""
 
     WAITING = "waiting"
     """In the queue, without blocks."""
@@ -33,6 +34,10 @@ class Status(Enum):
     """Decode leg: owned for good; KV may still be on its way."""
     DECODING = "decoding"
     """Gets one token a step."""
+    SWAPPING = "swapping"
+    """Its KV is being copied to the host by a step in flight; the device's blocks are still its own."""
+    SWAPPED = "swapped"
+    """Its KV is in host blocks alone; it waits for blocks of the device."""
     ENDED = "ended"
     """Finished, failed, aborted, released or given back; waits for the step in flight or for an unpin."""
 
@@ -44,7 +49,9 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.PREFILLED: frozenset({Status.DECODING, Status.ENDED}),
     Status.RESERVED: frozenset({Status.COMMITTED, Status.DECODING, Status.ENDED}),
     Status.COMMITTED: frozenset({Status.DECODING, Status.ENDED}),
-    Status.DECODING: frozenset({Status.ENDED}),
+    Status.DECODING: frozenset({Status.SWAPPING, Status.ENDED}),
+    Status.SWAPPING: frozenset({Status.SWAPPED, Status.ENDED}),
+    Status.SWAPPED: frozenset({Status.DECODING, Status.ENDED}),
     Status.ENDED: frozenset(),
 }
 """PAUSED -> PREFILLED or DECODING: the last chunk was in flight when the pause came."""
@@ -103,6 +110,9 @@ class Sequence:
     num_scheduled_tokens: int = 0
     """Positions below it have KV or get it from a step in flight."""
     steps_in_flight: int = 0
+    """Steps that compute it, and steps that copy its blocks; one that does both counts twice."""
+    swapped_at: float = 0.0
+    """When it was last swapped out, in seconds of the scheduler's clock."""
     pins: int = 0
     """How many others touch the blocks."""
     announced: bool = False

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 
 from common.errors import InvariantError
 from common.kv.block_pool import BlockPool
+from common.kv.host_pool import HostPool
 from common.scheduling.sequence import Sequence, SequenceSpec, Status
 
 
 class SequenceTable:
-    """Every sequence is in exactly one status; all but waiting ones hold blocks of the pool."""
+    """Every sequence is in exactly one status; all but waiting and swapped ones hold blocks of the pool."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, host: HostPool) -> None:
         self._pool = pool
+        self._host = host
         self._sequences: dict[int, Sequence] = {}
         self._by_status: dict[Status, dict[int, Sequence]] = {status: {} for status in Status}
         self._last_id = 0
@@ -82,6 +84,8 @@ class SequenceTable:
             return
         if self._pool.holds(seq.seq_id):
             self._pool.release(seq.seq_id)
+        if self._host.holds(seq.seq_id):
+            self._host.release(seq.seq_id)
         del self._sequences[seq.seq_id]
         del self._by_status[Status.ENDED][seq.seq_id]
         if seq.announced:
@@ -90,7 +94,7 @@ class SequenceTable:
     def pin(self, seq_id: int) -> None:
         """Somebody besides the engine touches its blocks."""
         seq = self.get(seq_id)
-        if seq.status in (Status.WAITING, Status.ENDED):
+        if seq.status in (Status.WAITING, Status.SWAPPING, Status.SWAPPED, Status.ENDED):
             raise InvariantError(f"sequence {seq_id} is {seq.status.value}: no blocks to pin")
         seq.pins += 1
 
@@ -114,7 +118,8 @@ class SequenceTable:
             raise InvariantError("sequences: lists by status and statuses disagree")
         if {seq.seq_id: seq.steps_in_flight for seq in self._sequences.values() if seq.steps_in_flight} != in_flight:
             raise InvariantError("sequences: counts of steps in flight are wrong")
-        with_blocks = {seq.seq_id for seq in self._sequences.values() if seq.status is not Status.WAITING}
+        without = (Status.WAITING, Status.SWAPPED)
+        with_blocks = {seq.seq_id for seq in self._sequences.values() if seq.status not in without}
         if with_blocks != self._pool.holders:
             raise InvariantError("sequences: those with blocks are not the pool's holders")
         for seq_id in with_blocks:

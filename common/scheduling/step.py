@@ -44,8 +44,20 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """KV of one sequence that moves between device and host: whole blocks, in order, first to first."""
+
+    seq_id: int
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the runner does in one call of the model."""
+    """What the runner does in one call of the model.
+
+    The copies come first, in any order among themselves: no block, of the device or the host, is in two of them.
+    """
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
@@ -54,6 +66,20 @@ class StepPlan:
     """Sequences whose sampler state may be dropped, before anything else is done."""
     report_layers: bool = False
     """Whether the runner shall report progress while layers complete (something is being ferried)."""
+    swap_out: tuple[BlockCopies, ...] = ()
+    """Device to host. The device blocks are nobody else's until the plan has come back."""
+    swap_in: tuple[BlockCopies, ...] = ()
+    """Host to device, for sequences that may be computed in this very step."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether anything goes to the host or comes from there."""
+        return bool(self.swap_out or self.swap_in)
+
+    @property
+    def touched(self) -> tuple[int, ...]:
+        """seq_id of everything that it computes or copies; twice for a sequence of which it does both."""
+        return tuple(part.seq_id for parts in (self.scheduled, self.swap_out, self.swap_in) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)

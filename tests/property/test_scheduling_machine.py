@@ -1,7 +1,8 @@
 """The scheduler under random adds, reservations, take-overs, aborts, pins and failures; one or two steps in flight.
 
-After every rule the invariants of pool, queue and sequences hold; the fake runner checks that every KV slot it reads
-holds what it should. At the end everything that still runs is brought to its end, and nothing may be left.
+With and without host blocks to swap to. After every rule the invariants of pools, queue and sequences hold; the fake
+runner, which copies and computes a step only when it comes back, checks that every KV slot it reads holds what it
+should. At the end everything that still runs is brought to its end, and nothing may be left.
 """
 
 from hypothesis import settings
@@ -25,6 +26,7 @@ from common.scheduling.step import StepPlan
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 NUM_BLOCKS, SIZE = 12, 2
+AWAY = (Status.SWAPPING, Status.SWAPPED)
 MAX_PREEMPT = 2
 EOS = frozenset({0, 1})
 PROMPTS = st.lists(st.integers(5, 6), min_size=1, max_size=10)
@@ -47,6 +49,17 @@ CONFIGS = st.builds(
     max_steps_in_flight=st.integers(1, 2),
     max_preempt=st.just(MAX_PREEMPT),
     watermark_blocks_share=st.sampled_from([0.0, 0.1, 0.3]),
+    swap_wait_s=st.sampled_from([0.4, 2.0, 100.0]),
+)
+CROWD_CONFIGS = st.builds(
+    SchedulerConfig,
+    eos_token_ids=st.just(EOS),
+    max_step_tokens=st.just(12),
+    max_running=st.just(4),
+    max_steps_in_flight=st.integers(1, 2),
+    max_preempt=st.just(MAX_PREEMPT),
+    watermark_blocks_share=st.just(0.0),
+    swap_wait_s=st.sampled_from([0.4, 2.0, 100.0]),
 )
 
 
@@ -93,10 +106,13 @@ class Story:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=CONFIGS)
-    def start(self, config):
+    @initialize(config=CONFIGS, num_host_blocks=st.sampled_from([0, 4, 12]))
+    def start(self, config, num_host_blocks):
+        self.begin(config, num_host_blocks)
+
+    def begin(self, config, num_host_blocks):
         self.config = config
-        self.node = FakeNode(config, num_blocks=NUM_BLOCKS, block_size=SIZE)
+        self.node = FakeNode(config, num_blocks=NUM_BLOCKS, block_size=SIZE, num_host_blocks=num_host_blocks)
         self.scheduler = self.node.scheduler
         self.now = 0.0
         self.stories: dict[int, Story] = {}
@@ -136,8 +152,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- sequences ---
 
-    @rule(spec=SPECS)
-    def add(self, spec):
+    @rule(specs=st.lists(SPECS, min_size=1, max_size=3))
+    def add(self, specs):
+        for spec in specs:
+            self.add_one(spec)
+
+    def add_one(self, spec: SequenceSpec) -> None:
         try:
             self.stories[self.scheduler.add(spec, self.now)] = Story(spec)
         except RequestInvalidError:
@@ -161,6 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert spec.max_kv_tokens > NUM_BLOCKS * SIZE
             return
         if reservation is not None:
+            assert not self.those(*AWAY), "a newcomer was let in before those that are swapped out"
             assert reservation.first_token % SIZE == 0
             assert reservation.first_token <= spec.num_known
             self.stories[reservation.seq_id] = Story(spec)
@@ -214,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq_id is None:
             return
         held = self.scheduler.block_table(seq_id)
-        touched = seq_id in self.pins or any(part.seq_id == seq_id for p in self.in_flight for part in p.scheduled)
+        touched = seq_id in self.pins or any(seq_id in plan.touched for plan in self.in_flight)
         self.scheduler.abort(seq_id)
         del self.stories[seq_id]
         if touched:
@@ -236,7 +257,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def pin(self, data):
-        seq_id = self.pick(data, *(set(Status) - {Status.ENDED, Status.WAITING}))
+        seq_id = self.pick(data, *(set(Status) - {Status.ENDED, Status.WAITING, *AWAY}))
         if seq_id is not None:
             self.scheduler.pin(seq_id)
             self.pins[seq_id] = self.pins.get(seq_id, 0) + 1
@@ -255,14 +276,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- steps ---
 
+    @rule(seconds=st.sampled_from([0.1, 3.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
     @rule(gate_open=st.booleans())
     def schedule(self, gate_open):
         self.schedule_once(gate_open)
 
     def schedule_once(self, gate_open: bool = True) -> None:
-        decoding = self.those(Status.DECODING)
+        rivals = self.those(Status.DECODING, *AWAY)
         best = min(
-            decoding, key=lambda i: (self.stories[i].spec.priority, self.stories[i].spec.accepted_at, i), default=None
+            rivals, key=lambda i: (self.stories[i].spec.priority, self.stories[i].spec.accepted_at, i), default=None
         )
         plan, events = self.scheduler.schedule(self.now, lambda _: gate_open)
         assert GivenBack(best or 0) not in events, "the oldest of the best class was given back"
@@ -278,8 +303,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.in_flight[0]
         parts = [part.seq_id for part in plan.scheduled]
         # Failures are rare, and not while a later step would read what the failed one should have written.
-        may_fail = len(self.in_flight) == 1 and data.draw(st.integers(0, 5)) == 0
+        may_fail = parts and len(self.in_flight) == 1 and data.draw(st.integers(0, 5)) == 0
         self.finish_once({data.draw(st.sampled_from(parts)): "not a number"} if may_fail else {})
+
+    @rule(count=st.integers(2, 6))
+    def go_on(self, count):
+        """Several steps in a row: far enough for sequences to outgrow the blocks."""
+        self.go_on_for(count)
+
+    def go_on_for(self, count: int) -> None:
+        for _ in range(count):
+            self.schedule_once()
+            if self.in_flight:
+                self.finish_once({})
 
     def finish_once(self, failed: dict[int, str]) -> None:
         self.now += 0.5
@@ -331,5 +367,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.is_quiescent()
 
 
+class CrowdMachine(SchedulerMachine):
+    """Begins with as many long sequences as may run: they outgrow the blocks unless something ends them before."""
+
+    @initialize(
+        config=CROWD_CONFIGS,
+        num_host_blocks=st.sampled_from([0, 5, 12]),
+        crowd=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=3, max_size=4),
+    )
+    def start(self, config, num_host_blocks, crowd):
+        self.begin(config, num_host_blocks)
+        for number, (priority, length) in enumerate(crowd):
+            prompt = [20 + number] * length
+            self.add_one(make_spec(prompt, priority=priority, max_new_tokens=12, ignore_eos=True))
+        self.go_on_for(5)
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestCrowdMachine = CrowdMachine.TestCase
+TestCrowdMachine.settings = settings(max_examples=120, stateful_step_count=20, deadline=None)

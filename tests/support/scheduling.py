@@ -10,6 +10,7 @@ from typing import Any
 from zlib import crc32
 
 from common.kv.block_pool import BlockPool
+from common.kv.host_pool import HostPool
 from common.sampling_params import SamplingParams
 from common.scheduling.events import SchedulerEvent
 from common.scheduling.scheduler import Scheduler
@@ -61,6 +62,7 @@ class FakeRunner:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.slots: dict[int, int] = {}
+        self.host_slots: dict[int, int] = {}
         self.known: dict[int, array[int]] = {}
         self.ever_known: set[int] = set()
 
@@ -77,6 +79,7 @@ class FakeRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step as if all of it happened now."""
+        self._copy(plan)
         for seq_id in plan.finished:
             del self.known[seq_id]
         for new in plan.new:
@@ -86,6 +89,20 @@ class FakeRunner:
         return StepResult(
             plan.step_id, {part.seq_id: self._draw(part) for part in plan.scheduled if self._compute(part)}
         )
+
+    def _copy(self, plan: StepPlan) -> None:
+        for copies in plan.swap_out:
+            self._copy_blocks(self.slots, copies.device_blocks, self.host_slots, copies.host_blocks)
+        for copies in plan.swap_in:
+            self._copy_blocks(self.host_slots, copies.host_blocks, self.slots, copies.device_blocks)
+
+    def _copy_blocks(
+        self, source: dict[int, int], blocks: tuple[int, ...], target: dict[int, int], to: tuple[int, ...]
+    ) -> None:
+        """Whole blocks, whatever is in them; 0 stands for what nobody wrote."""
+        for block, other in zip(blocks, to, strict=True):
+            for offset in range(self.block_size):
+                target[other * self.block_size + offset] = source.get(block * self.block_size + offset, 0)
 
     def _compute(self, part: ScheduledSequence) -> bool:
         end = part.start_position + len(part.token_ids)
@@ -106,11 +123,19 @@ class FakeRunner:
 
 
 class FakeNode:
-    """Pool, scheduler and runner; `step` goes once around, with all invariants checked."""
+    """Pools, scheduler and runner; `step` goes once around, with all invariants checked."""
 
-    def __init__(self, config: SchedulerConfig | None = None, *, num_blocks: int = 64, block_size: int = 4) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig | None = None,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        num_host_blocks: int = 0,
+    ) -> None:
         self.pool = BlockPool(num_blocks, block_size, "fake")
-        self.scheduler = Scheduler(config or SchedulerConfig(max_running=16), self.pool)
+        self.host = HostPool(num_host_blocks)
+        self.scheduler = Scheduler(config or SchedulerConfig(max_running=16), self.pool, self.host)
         self.runner = FakeRunner(block_size)
         self.events: list[SchedulerEvent] = []
         """All so far."""

@@ -6,6 +6,7 @@ from msgspec.structs import replace
 from common.config.protocol import Limits, Timers
 from common.errors import InvariantError
 from common.ids import RequestId
+from common.kv.host_pool import HostPool
 from common.protocol.messages import (
     Abort,
     Beat,
@@ -23,6 +24,7 @@ from common.protocol.messages import (
 )
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.scheduler_config import SchedulerConfig
+from common.scheduling.sequence import Status as SequenceStatus
 from common.scheduling.step import StepResult
 from common.state.actions import ForgetPieces
 from common.state.events import PieceArrived, Tick
@@ -38,9 +40,14 @@ def bench():
     return Bench()
 
 
-def make_bench(num_blocks: int = 16, config: SchedulerConfig | None = None, limits: Limits | None = None) -> Bench:
+def make_bench(
+    num_blocks: int = 16,
+    config: SchedulerConfig | None = None,
+    limits: Limits | None = None,
+    host: HostPool | None = None,
+) -> Bench:
     bench = Bench(num_blocks)
-    scheduler = Scheduler(config or SchedulerConfig(), bench.pool)
+    scheduler = Scheduler(config or SchedulerConfig(), bench.pool, host)
     bench.leg = DecodeLeg(scheduler, Timers(), limits or Limits(), LAYERS, lambda: bench.clients)
     return bench
 
@@ -290,9 +297,8 @@ def test_a_request_that_cannot_go_on_is_a_failure_of_its_own(bench):
     assert again.entries[0].error == "not a number"
 
 
-def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
-    """Rule 36."""
-    bench = make_bench(num_blocks=4)
+def crowd(bench: Bench) -> None:
+    """Two requests that run, and blocks for no more."""
     run(bench)
     other = bench.key(request=OTHERS[1])
     bench.reserve(0.3, key=other)
@@ -303,10 +309,51 @@ def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
     bench.leg.on_event(PieceArrived(whole), 0.3)
     commit = Commit(key=other, num_pieces=1, first_token_pos=granted_from, num_tokens=6, token_id=5, token_index=0)
     bench.done(bench.leg.on_message(bench.prefill, commit, 0.3), 0.3)
+
+
+def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
+    """Rule 36."""
+    bench = make_bench(num_blocks=4)
+    crowd(bench)
     gone = []
     for now in (0.4, 0.5, 0.6):
         gone += said(step(bench, now), Gone)
     assert [(message.request_id, message.reason) for message in gone] == [(OTHERS[1], "given_back")]
+
+
+@pytest.mark.parametrize("way", ["cancel", "list", "lost worker", "deadline", "drain", "nothing"])
+@pytest.mark.parametrize("steps", [2, 3], ids=["going to the host", "on the host"])
+def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
+    host = HostPool(4)
+    bench = make_bench(num_blocks=4, host=host)
+    crowd(bench)
+    for now in (0.4, 0.5, 0.6)[:steps]:
+        assert said(step(bench, now), Gone) == []
+    plan = bench.leg.scheduler.schedule(0.6).plan if steps == 2 else None
+    entry = bench.leg.entries.by_key[bench.key(request=OTHERS[1])]
+    assert entry.seq_id is not None
+    assert bench.leg.scheduler.status(entry.seq_id) is (
+        SequenceStatus.SWAPPING if steps == 2 else SequenceStatus.SWAPPED
+    )
+    leg, worker = bench.leg, bench.worker
+    match way:
+        case "cancel":
+            leg.on_message(worker, Cancel(request_id=OTHERS[1], attempt=1), 0.6)
+        case "list":
+            worker.take(Beat(beat_no=99, as_of=99), 0.6)
+            leg.on_list(worker, 0.6)
+        case "lost worker":
+            leg.on_client_lost(worker, 0.6)
+        case "deadline":
+            assert "deadline" in {message.detail for message in said(leg.tick(99.0), Gone)}
+        case "drain":
+            assert {m.reason for m in said(leg.give_back_all(0.6), Gone)} == {"given_back"}
+        case "nothing":
+            pass
+    if plan is not None:
+        leg.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
+    leg.scheduler.check_invariants()
+    assert (host.num_held > 0) == (way == "nothing")
 
 
 def test_the_backstop_of_a_deadline_frees_and_reports(bench):

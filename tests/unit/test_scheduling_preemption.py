@@ -4,7 +4,7 @@ import pytest
 
 from common.errors import InvariantError
 from common.scheduling.events import Finished, GivenBack
-from common.scheduling.preemption import choose_victim
+from common.scheduling.preemption import best_of, choose_victim
 from common.scheduling.scheduler_config import SchedulerConfig
 from common.scheduling.sequence import Sequence, Status
 from tests.support.scheduling import FakeNode, ids, make_spec
@@ -16,7 +16,7 @@ def seq(seq_id: int, priority: int, accepted_at: float, times_preempted: int = 0
 
 
 def victim(sequences: list[Sequence], max_preempt: int = 3) -> int | None:
-    found = choose_victim(sequences, max_preempt)
+    found = choose_victim(sequences, best_of(sequences), max_preempt)
     return None if found is None else found.seq_id
 
 

@@ -86,6 +86,7 @@ LOAD = Load(
     prefix_hit_tokens=8,
     prompt_tokens=9,
     preemptions=10,
+    swaps=11,
 )
 IDS = array("I", [1, 2, 0xFFFFFFFF, 49151])
 MORE_IDS = array("I", [9])

@@ -1,0 +1,96 @@
+"""Blocks for the next token of all that decode: who grows, who goes to the host or is given back, who returns. Pure.
+
+Best first, by class and age. When no block is left the worst goes to the host, or is given back if there is no room
+there either. What is swapped out returns when there is room for it and for all that decode to grow: nothing new starts
+meanwhile (`admission.py`), and what cannot return for `swap_wait_s` is given back. The best of all never waits for
+worse ones: should it be swapped out, it takes their blocks.
+"""
+
+from math import ceil
+
+from common.kv.block_pool import BlockPool
+from common.scheduling.batch import Batch
+from common.scheduling.events import GivenBack, SchedulerEvent
+from common.scheduling.preemption import best_of, choose_victim, rank
+from common.scheduling.scheduler_config import SchedulerConfig
+from common.scheduling.sequence import Sequence, Status
+from common.scheduling.sequence_table import SequenceTable
+from common.scheduling.swapping import Swapping
+
+
+class Room:
+    """Called once for each step that is planned, before anybody gets a token of it."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable, swapping: Swapping) -> None:
+        self._config = config
+        self._pool = pool
+        self._table = table
+        self._swapping = swapping
+        self._watermark_blocks = ceil(config.watermark_blocks_share * pool.num_total)
+        self._num_promised = 0
+        """Blocks, of those free and coming, that better ones wait for in this step."""
+        self.num_preemptions = 0
+        """Sequences given back, total since start."""
+
+    def make(self, batch: Batch, now: float, events: list[SchedulerEvent]) -> None:
+        """Give blocks, and take them from the worst where it must be; copies go into the batch."""
+        self._num_promised = 0
+        best = best_of(*(self._members(status) for status in (Status.DECODING, Status.SWAPPING, Status.SWAPPED)))
+        for seq in self._members(Status.SWAPPED):
+            if seq is not best and now - seq.swapped_at > self._config.swap_wait_s:
+                self._give_back(seq, events)
+        for seq in self._needy(best):
+            while not self._serve(seq, batch):
+                victim = choose_victim(self._members(Status.DECODING), best, self._config.max_preempt)
+                if victim is None:
+                    break  # it skips this step; whoever holds the blocks ends some time
+                if not self._swapping.swap_out(victim, batch, now):
+                    self._give_back(victim, events)
+        self._let_return(batch)
+
+    def has_room(self, seq: Sequence) -> bool:
+        """Whether its blocks have a place for the next token that it computes."""
+        return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
+
+    def _needy(self, best: Sequence | None) -> list[Sequence]:
+        """Those that decode and have no place for their next token, and the best of all if it is swapped out."""
+        needy = [s for s in self._members(Status.DECODING) if s.num_unscheduled_tokens and not self.has_room(s)]
+        if best is not None and best.status is Status.SWAPPED:
+            needy.append(best)
+        return sorted(needy, key=rank)
+
+    def _serve(self, seq: Sequence, batch: Batch) -> bool:
+        """Whether it has its blocks now, or waits for some that come when copies in flight are done; or is taken from
+        itself."""
+        coming, free = self._swapping.num_coming_blocks, self._pool.num_free
+        promised = max(0, self._num_promised - coming)
+        if seq.status is Status.SWAPPED:
+            if self._swapping.swap_in(seq, batch, keep_free=promised):
+                return True
+            wanted = self._swapping.num_wanted(seq)
+        elif seq.status is Status.DECODING:
+            if free > promised and self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1):
+                return True
+            wanted = 1
+        else:
+            return True
+        if wanted > free + coming - self._num_promised:
+            return False
+        self._num_promised += wanted
+        return True
+
+    def _let_return(self, batch: Batch) -> None:
+        """Best first; the first that has no room stops the rest: what is behind it must not take its blocks."""
+        for seq in sorted(self._members(Status.SWAPPED), key=rank):
+            num_decoding = self._table.count(Status.DECODING)
+            keep_free = self._watermark_blocks + num_decoding + 1 if num_decoding else 0
+            if not self._swapping.swap_in(seq, batch, keep_free):
+                break
+
+    def _give_back(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
+        self.num_preemptions += 1
+        self._table.end(seq)
+        events.append(GivenBack(seq.seq_id))
+
+    def _members(self, status: Status) -> list[Sequence]:
+        return list(self._table.members(status).values())
