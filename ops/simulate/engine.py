@@ -1,6 +1,7 @@
 """The simulated engine: takes step plans one after the other, as long as the cost model says. Real cache contents.
 
-Before a step it checks the KV below each chunk; a layer's KV is written when that layer is done, not before.
+A step's copies between device and host come first, and are made when their time is over. Then it checks the KV below
+each chunk; a layer's KV is written when that layer is done, not before.
 """
 
 from collections import deque
@@ -14,6 +15,8 @@ from ops.simulate.clock import EventLoop
 from ops.simulate.costs import CostModel
 from ops.simulate.kv_store import KvMismatchError, KvStore
 from ops.simulate.model import content, draw, extend
+
+COPYING = -1
 
 
 @dataclass(slots=True)
@@ -43,7 +46,7 @@ class SimEngine:
     _queue: deque[StepPlan] = field(default_factory=deque)
     _sequences: dict[int, _Running] = field(default_factory=dict)
     _stage: tuple[StepPlan, int] | None = None
-    """The step in progress, and how many of its layers are done."""
+    """The step in progress, and how many of its layers are done; COPYING before the first."""
     _deed: int = 0
 
     def run(self, plan: StepPlan) -> None:
@@ -63,7 +66,7 @@ class SimEngine:
             return
         self.stopped = False
         if self._stage is not None:
-            self._plan_next_layer()
+            self._plan_next()
         elif self._queue:
             self._begin()
 
@@ -78,6 +81,30 @@ class SimEngine:
                 digest = extend(digest, token_id)
                 digests.append(digest)
             self._sequences[new.seq_id] = _Running(ids, digests, new.sampling)
+        self._stage = (plan, COPYING)
+        if plan.has_copies:
+            self._plan_next()
+        else:
+            self._copied(self._deed)
+
+    def _plan_next(self) -> None:
+        assert self._stage is not None
+        plan, done = self._stage
+        if done != COPYING:
+            self._plan_next_layer()
+            return
+        self._deed += 1
+        self.loop.after(self.slowness * self.costs.swap_duration_s(plan), self._copied, self._deed)
+
+    def _copied(self, deed: int) -> None:
+        if deed != self._deed or self._stage is None:
+            return
+        plan, _ = self._stage
+        if self.check_kv:
+            for copies in plan.swap_out:
+                self.store.copy_out(copies.device_blocks, copies.host_blocks)
+            for copies in plan.swap_in:
+                self.store.copy_in(copies.device_blocks, copies.host_blocks)
         for part in plan.scheduled:
             self._take_in(part)
         self._stage = (plan, 0)

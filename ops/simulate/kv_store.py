@@ -12,10 +12,11 @@ class KvMismatchError(Exception):
 class KvStore:
     """One integer for each (layer, block, slot); 0 is memory that nobody wrote."""
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_layers = num_layers
         self.block_size = block_size
         self._layers = [[0] * (num_blocks * block_size) for _ in range(num_layers)]
+        self._host_layers = [[0] * (num_host_blocks * block_size) for _ in range(num_layers)]
 
     def write(self, layer: int, table: Sequence[int], start: int, values: Sequence[int]) -> None:
         """Put values at positions start, start + 1, ... of a block table."""
@@ -27,6 +28,21 @@ class KvStore:
         """Values at positions start .. end - 1."""
         cells, size = self._layers[layer], self.block_size
         return [cells[table[position // size] * size + position % size] for position in range(start, end)]
+
+    def copy_out(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Whole blocks to the host, first to first."""
+        for cells, host in zip(self._layers, self._host_layers, strict=True):
+            self._copy(cells, device_blocks, host, host_blocks)
+
+    def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Whole blocks from the host, first to first."""
+        for cells, host in zip(self._layers, self._host_layers, strict=True):
+            self._copy(host, host_blocks, cells, device_blocks)
+
+    def _copy(self, source: list[int], blocks: Sequence[int], target: list[int], to: Sequence[int]) -> None:
+        size = self.block_size
+        for block, other in zip(blocks, to, strict=True):
+            target[other * size : (other + 1) * size] = source[block * size : (block + 1) * size]
 
     def check(self, table: Sequence[int], digests: Sequence[int], num_tokens: int, who: str) -> None:
         """KvMismatchError unless positions 0 .. num_tokens - 1 hold, in every layer, what the digests say."""

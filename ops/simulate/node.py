@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from common.config.protocol import Limits, Timers
 from common.ids import Incarnation
 from common.kv.block_pool import BlockPool
+from common.kv.host_pool import HostPool
 from common.model_info import Compatibility, ModelInfo
 from common.protocol.messages import PROTOCOL_VERSION, Hello, Role
 from common.scheduling.scheduler import Scheduler
@@ -55,6 +56,7 @@ class NodeSpec:
     weights: str = MODEL_NAME
     kv_dtype: str = "sim"
     num_blocks: int = 64
+    num_host_blocks: int = 0
     block_size: int = 4
     num_layers: int = 2
     layer_token_bytes: int = 1024
@@ -111,7 +113,8 @@ class SimNode(Process):
         self.spec = spec
         self.exit_reason = ""
         self._wedged = False
-        self.store = KvStore(spec.num_layers, spec.num_blocks if spec.check_kv else 0, spec.block_size)
+        blocks = (spec.num_blocks, spec.num_host_blocks) if spec.check_kv else (0, 0)
+        self.store = KvStore(spec.num_layers, blocks[0], spec.block_size, blocks[1])
         self.engine = SimEngine(
             loop, spec.costs, self.store, self.post, spec.name, poisoned=spec.poisoned, check_kv=spec.check_kv
         )
@@ -119,7 +122,7 @@ class SimNode(Process):
         self.kv_sender = KvSender(kv, spec.name, spec.costs, self.store, self.post, self.when_awake, self.pool.is_held)
         self.kv_receiver = KvReceiver(loop, spec.name, life, self.store, self.post)
         self._kv = kv
-        self.scheduler = Scheduler(spec.scheduler, self.pool)
+        self.scheduler = Scheduler(spec.scheduler, self.pool, HostPool(spec.num_host_blocks))
         identity = NodeIdentity(
             life,
             spec.name,

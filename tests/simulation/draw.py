@@ -36,19 +36,21 @@ def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None 
         for name in SWARM_FIELDS:
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
-    # Apart, so that what else is drawn does not depend on it.
-    one_sided = random.Random(f"one-sided {profile_name}:{seed}")
-    return _Drawer(rng, profile, one_sided).plan(seed, profile_name, counts)
+    # Apart, so that what else is drawn does not depend on them.
+    one_sided, swap = (random.Random(f"{what} {profile_name}:{seed}") for what in ("one-sided", "swap"))
+    return _Drawer(rng, profile, one_sided, swap).plan(seed, profile_name, counts)
 
 
 class _Drawer:
-    def __init__(self, rng: random.Random, profile: Profile, one_sided: random.Random) -> None:
+    def __init__(self, rng: random.Random, profile: Profile, one_sided: random.Random, swap_rng: random.Random) -> None:
         self.rng = rng
         self.one_sided = one_sided.random() < profile.one_sided
         self.staging_slots = one_sided.choice((2, 3, 6, 12)) if self.one_sided else 0
         self.slots_per_transfer = one_sided.choice((1, 2, 4))
         self.late_share = one_sided.choice((0.0, 0.2, 0.7)) if self.one_sided else 0.0
         self.unconfirmed_share = one_sided.choice((0.0, 0.03, 0.2)) if self.one_sided else 0.0
+        self.swap_rng = swap_rng
+        self.swap = swap_rng.random() < profile.swap
         self.profile = profile
         self.full = rng.random() < profile.full
         self.preemption = rng.random() < profile.preemption
@@ -129,11 +131,13 @@ class _Drawer:
             blocks = rng.choice((20, 26))
         if takes_over and self.preemption:
             blocks = rng.choice((20, 24, 30))
+        swaps = self.swap and takes_over
         return NodeSpec(
             name=f"{role[0].upper()}{number}",
             staging_slots=self.staging_slots,
             roles=("prefill", "decode") if both else (role,),
             num_blocks=blocks,
+            num_host_blocks=self.swap_rng.choice((6, 12, 40)) if swaps else 0,
             timers=TIMERS,
             limits=limits,
             poisoned=poisoned,
@@ -144,6 +148,7 @@ class _Drawer:
                 max_running=8,
                 max_steps_in_flight=rng.choice((1, 1, 2)),
                 max_preempt=limits.max_preempt,
+                swap_wait_s=self.swap_rng.choice((0.2, 2.0)) if swaps else 2.0,
                 reserved_share=1.0 if self.preemption else 0.5,
                 watermark_blocks_share=0.02,
             ),

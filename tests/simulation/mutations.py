@@ -12,7 +12,9 @@ from types import ModuleType
 import msgspec
 
 from common.ids import Incarnation, TransferKey
+from common.kv.host_pool import HostPool
 from common.protocol.messages import Abort, Piece
+from common.scheduling.swapping import Swapping
 from common.state.actions import Action, Send
 from common.state.clients import Client, ClientTable
 from common.state.handover_receive import PieceLedger
@@ -38,6 +40,7 @@ from router.core.replans import ReplanBudget
 from router.core.reports import Reports
 from router.core.request import Request
 from router.core.requests import RequestTable
+from tests.simulation import swap_patches as swaps
 
 Patched = Callable[..., object]
 
@@ -365,4 +368,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", _nothing, "both"),
     Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),
     Mutation("transfer slots are not given", "24", Ferry, "give_slots", _nothing, "none"),
+    Mutation("blocks are freed before they are swapped out", "36", Swapping, "swap_out", swaps.free_uncopied, "swap"),
+    Mutation("another's host blocks are swapped in", "36", Swapping, "swap_in", swaps.other_host_blocks, "swap"),
+    Mutation("a sequence returns without its KV", "36", Swapping, "swap_in", swaps.return_uncopied, "swap"),
+    Mutation("what is swapped out is forgotten", "36", Swapping, "swap_in", _never, "swap"),
+    Mutation("host blocks are never free again", "36", HostPool, "release", _none, "swap"),
 )

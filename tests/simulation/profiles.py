@@ -31,6 +31,8 @@ class Profile:
     """Share of schedules with small decode pools."""
     preemption: float = 0.0
     """Share of schedules with decode pools that grow full while decoding."""
+    swap: float = 0.0
+    """Share of schedules in which nodes that decode have host blocks to swap to."""
     overload: float = 0.0
     """Share of schedules with short queues and many requests."""
     both: float = 0.0
@@ -59,6 +61,7 @@ PROFILES: dict[str, Profile] = {
     "deadlines": Profile(delays=True, deadlines=0.6, poisoned=0.1),
     "drain": Profile(delays=True, drains=2),
     "preemption": Profile(requests=12, preemption=1.0),
+    "swap": Profile(requests=12, delays=True, leaving=0.1, blips=0.5, drains=0.3, preemption=1.0, swap=1.0),
     "overload": Profile(requests=24, overload=1.0, span_s=1.5),
     "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.4, both=1.0),
     "mixed": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.3, mixed=1.0),
@@ -96,6 +99,7 @@ PROFILES["all"] = Profile(
     drains=1,
     full=0.6,
     preemption=0.6,
+    swap=0.5,
     overload=0.3,
     both=0.1,
     mixed=0.1,

@@ -1,0 +1,50 @@
+"""Seeded defects of swapping, for `mutations.py`: each gets the right function and gives a wrong one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from common.scheduling.batch import Batch
+from common.scheduling.sequence import Sequence, Status
+from common.scheduling.swapping import Swapping
+
+Patched = Callable[..., object]
+
+
+def free_uncopied(right: Patched) -> Patched:
+    """Device blocks are free when the copy is planned."""
+
+    def swap_out(self: Swapping, seq: Sequence, batch: Batch, now: float) -> object:
+        done = right(self, seq, batch, now)
+        if done:
+            self._pool.release(seq.seq_id)
+            self._table.move(seq, Status.SWAPPED)
+        return done
+
+    return swap_out
+
+
+def other_host_blocks(right: Patched) -> Patched:
+    """The copy back reads the neighbours of its host blocks."""
+
+    def swap_in(self: Swapping, seq: Sequence, batch: Batch, keep_free: int) -> object:
+        done = right(self, seq, batch, keep_free)
+        if done:
+            copies = batch.swap_in[-1]
+            others = tuple((block + 1) % self._host.num_total for block in copies.host_blocks)
+            batch.swap_in[-1] = replace(copies, host_blocks=others)
+        return done
+
+    return swap_in
+
+
+def return_uncopied(right: Patched) -> Patched:
+    """Nothing is copied back."""
+
+    def swap_in(self: Swapping, seq: Sequence, batch: Batch, keep_free: int) -> object:
+        done = right(self, seq, batch, keep_free)
+        if done:
+            copies = batch.swap_in[-1]
+            batch.swap_in[-1] = replace(copies, device_blocks=(), host_blocks=())
+        return done
+
+    return swap_in
