@@ -98,6 +98,7 @@ class ServiceCounts:
     """Model name -> used share of the decode nodes' blocks, 0 to 1."""
     prefix_hit_rate: dict[str, float] = field(default_factory=dict)
     preemptions: dict[str, int] = field(default_factory=dict)
+    swaps: dict[str, int] = field(default_factory=dict)
 
 
 class TokenService(Protocol):

@@ -200,6 +200,7 @@ class RouterService:
         usage: dict[str, float] = {}
         hits: dict[str, float] = {}
         preemptions: dict[str, int] = {}
+        swaps: dict[str, int] = {}
         for model in self._core.models:
             loads = [
                 (link.welcome.roles, link.status.load)
@@ -212,7 +213,8 @@ class RouterService:
             usage[model] = 1.0 - free / total if total else 0.0
             hits[model] = sum(load.prefix_hit_tokens for _, load in loads) / prompt if prompt else 0.0
             preemptions[model] = sum(load.preemptions for _, load in loads)
-        return ServiceCounts(usage, hits, preemptions)
+            swaps[model] = sum(load.swaps for _, load in loads)
+        return ServiceCounts(usage, hits, preemptions, swaps)
 
     # -- the shell
 

@@ -43,6 +43,8 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long computed KV is kept after a failed hand-over."""
     pause_release_s: float = 2.0
     """A prefill paused for longer gives its reservation back."""
+    swap_wait_s: float = 2.0
+    """A request that was swapped to the host's memory and finds no room on the device for this long is given back."""
     aging_s: float = 10.0
     """Waiting this long raises a request's priority by one class."""
     pair_penalty_s: float = 10.0

@@ -8,6 +8,7 @@ from common.config.schema import ClusterConfig, Device, Role
 _KV_CACHE_MOST_BYTES = 1 << 30
 _KV_CACHE_LEAST_BYTES = 64 << 20
 _KV_CACHE_SHARE = 0.1
+_SWAP_MOST_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class NodeSettings:
     model_memory_bytes: int | None
     """None: as much as is free."""
     tensor_parallel: int
+    device_reserve_share: float
+    swap_bytes: int | None
+    """As configured, 0 where nothing decodes; None: 0 on a CPU, elsewhere a tenth of the KV cache."""
+    swap_bytes_most: int
+    """Bound of what is worked out."""
     threads: int
     """Of each rank."""
     max_step_tokens: int
@@ -62,6 +68,9 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         model_memory_bytes=node.model_memory_bytes,
         tensor_parallel=node.tensor_parallel,
         threads=max(1, (own.threads or node.threads or host.cores // nodes) // node.tensor_parallel),
+        device_reserve_share=node.device_reserve_share,
+        swap_bytes=0 if role == "prefill" else node.swap_bytes,
+        swap_bytes_most=int(host.free_memory_bytes * _SWAP_MOST_SHARE) // nodes,
         max_step_tokens=max_step_tokens,
         max_running=min(own.max_running or node.max_running, max_step_tokens),
         prefix_cache=node.prefix_cache,

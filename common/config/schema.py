@@ -105,11 +105,22 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tokens in one block of KV cache. The same on all nodes."""
     kv_cache_bytes: Positive | None = None
     """KV cache of a node, in bytes, of all its ranks together. Worked out on a CPU: a tenth of the free memory shared
-    by the host's nodes, at most 1 GiB; on other devices: what is left after the weights."""
+    by the host's nodes, at most 1 GiB; on other devices: what is left after the weights and device_reserve_share."""
     model_memory_bytes: Positive | None = None
     """Most memory that a node on a CPU may take beside its KV cache; a model that needs more is refused before it is
     loaded. Worked out by kvferry serve: what is free at its start, without the KV caches, in equal parts for its nodes.
     Whatever it is, a node that needs more than is free is refused."""
+    device_reserve_share: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    """Share of an accelerator's memory, of what is free after the weights, that the KV cache leaves alone: a step's
+    activations and logits, buffers of kernels and libraries, and what the allocator loses between them. These grow
+    with max_step_tokens and the vocabulary; running out of them ends the node. Without effect on a CPU, or with
+    kv_cache_bytes."""
+    swap_bytes: Annotated[int, Meta(ge=0)] | None = None
+    """Host memory of a decoding node, in bytes, of all its ranks together, for KV of requests that must make room for
+    others; 0: such requests are given back and computed again. Worked out on a CPU: 0, for the KV cache is in the same
+    memory, and a larger one is worth more than a place beside it. On other devices: a tenth of the KV cache, since only
+    what outgrows the cache goes there and comes back soon; at most a quarter of the host's free memory shared by its
+    nodes."""
     threads: Positive | None = None
     """Threads that a node computes with. Worked out: the cores divided by nodes_on_host, at least 1."""
     nodes_on_host: Positive | None = None

@@ -265,7 +265,10 @@ class Device(Protocol):
     def allocate_layer_cache(
         self, specs: tuple[KvTensorSpec, ...], num_blocks: int, block_size: int
     ) -> tuple[Tensor, ...]:
-        """One layer's cache tensors in this device's physical layout, in the order of `specs`."""
+        """One layer's cache tensors in this device's physical layout, in the order of `specs`.
+
+        Whatever the layout, the first axis is the block.
+        """
         ...
 
     def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:

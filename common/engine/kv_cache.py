@@ -61,20 +61,21 @@ class KvCache:
     ) -> memoryview:
         """Layers and tokens [start, end) of one sequence as bytes of their own, in the wire's order.
 
-        Token positions index the sequence whose blocks, from position 0 on, are `block_table`.
+        Token positions index the sequence whose blocks, from position 0 on, are `block_table`. Runs beside the compute:
+        what is read must be complete.
         """
         self._check_range(layer_start, layer_end, block_table, token_start, token_end)
         out = self._device.pinned_empty(self.range_bytes(layer_start, layer_end, token_start, token_end))
         first, last = token_start // self.block_size, -(-token_end // self.block_size)
-        block_ids = self._on_device(block_table[first:last])
         skip = token_start - first * self.block_size
         tokens = slice(skip, skip + token_end - token_start)
         at = 0
-        for layer in self.layers[layer_start:layer_end]:
-            for cache, spec in zip(layer, self.specs, strict=True):
-                part = self._device.read_blocks(cache, block_ids).flatten(0, 1)[tokens]
-                at = _put(out, at, part, spec)
-        self._device.synchronize()
+        with self._device.side_stream():
+            block_ids = self._on_device(block_table[first:last])
+            for layer in self.layers[layer_start:layer_end]:
+                for cache, spec in zip(layer, self.specs, strict=True):
+                    part = self._device.read_blocks(cache, block_ids).flatten(0, 1)[tokens]
+                    at = _put(out, at, part, spec)
         return _bytes_of(out).toreadonly()
 
     def write(
@@ -88,7 +89,8 @@ class KvCache:
     ) -> None:
         """Put what `read` gave, here or on another node, at the same tokens of `block_table`.
 
-        Raises ValueError when the length is not that of the range.
+        Raises ValueError when the length is not that of the range. Runs beside the compute: nobody may be using the
+        tokens' places.
         """
         self._check_range(layer_start, layer_end, block_table, token_start, token_end)
         expected = self.range_bytes(layer_start, layer_end, token_start, token_end)
@@ -97,15 +99,16 @@ class KvCache:
             raise ValueError(f"{len(view)} bytes for a range of {expected}")
         staging = self._device.pinned_empty(expected)
         _bytes_of(staging)[:] = view
-        slots = self._slots(block_table, token_start, token_end)
         at, count = 0, token_end - token_start
-        for layer in self.layers[layer_start:layer_end]:
-            for cache, spec in zip(layer, self.specs, strict=True):
-                size = count * math.prod(spec.shape_per_token) * spec.dtype.itemsize
-                tokens = _typed(staging[at : at + size], spec.dtype).view(count, *spec.shape_per_token)
-                self._device.write_tokens(cache, slots, tokens.to(self._device.torch_device))
-                at += size
-        self._device.synchronize()
+        with self._device.side_stream():
+            slots = self._slots(block_table, token_start, token_end)
+            for layer in self.layers[layer_start:layer_end]:
+                for cache, spec in zip(layer, self.specs, strict=True):
+                    size = count * math.prod(spec.shape_per_token) * spec.dtype.itemsize
+                    tokens = _typed(staging[at : at + size], spec.dtype).view(count, *spec.shape_per_token)
+                    on_device = tokens.to(self._device.torch_device, non_blocking=True)
+                    self._device.write_tokens(cache, slots, on_device)
+                    at += size
 
     def check_invariants(self) -> None:
         """Every layer has its tensors, of the right size. Raises InvariantError."""
@@ -148,7 +151,7 @@ def _put(out: Tensor, at: int, part: Tensor, spec: KvTensorSpec) -> int:
     """Copy `part` [tokens, *shape] into the bytes `out` from `at` on; the offset behind it."""
     end = at + part.numel() * spec.dtype.itemsize
     if at % spec.dtype.itemsize == 0:
-        out[at:end].view(spec.dtype).view(part.shape).copy_(part)
+        out[at:end].view(spec.dtype).view(part.shape).copy_(part, non_blocking=True)
     else:
-        out[at:end].copy_(part.contiguous().view(-1).view(torch.uint8))
+        out[at:end].copy_(part.contiguous().view(-1).view(torch.uint8), non_blocking=True)
     return end

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from common.device.base import Device
 from common.engine.batch import Batch, make_batch
+from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache
 from common.engine.sampler import SampleResult
 from common.models.causal_lm import CausalLM
+from common.parallel.collectives import ALONE, Collectives
 from common.sampling_params import SamplingParams
 from common.scheduling.step import StepPlan, StepResult
 
@@ -42,14 +44,29 @@ class TokenSampler(Protocol):
 class ModelRunner:
     """One model, one cache, one sampler on one device. Used by one thread, which has called device.activate_thread."""
 
-    def __init__(self, model: CausalLM, kv_cache: KvCache, sampler: TokenSampler, device: Device) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: KvCache,
+        sampler: TokenSampler,
+        device: Device,
+        host_cache: HostCache | None = None,
+        collectives: Collectives = ALONE,
+    ) -> None:
+        """`host_cache`: None where no plan ever swaps.
+
+        `collectives`: those of the model. A step that computes has sums that wait for every rank; one of nothing but
+        copies gets one here, for blocks are free when it has come back, on every rank.
+        """
         self._model = model
         self._kv_cache = kv_cache
+        self._host_cache = host_cache or HostCache(device, kv_cache, 0)
         self._sampler = sampler
         self._device = device
+        self._collectives = collectives
 
     def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
-        """Compute the plan's tokens, write their KV, draw where asked.
+        """Copy what the plan swaps, compute its tokens, write their KV, draw where asked; all done on return.
 
         With plan.report_layers, on_layers_done(1), (2), ... is called in this thread, each time when the KV of that
         many layers is complete in the cache. Logits that are not finite fail their own sequence only.
@@ -59,7 +76,11 @@ class ModelRunner:
             self._sampler.drop(seq_id)
         for new in plan.new:
             self._sampler.add(new.seq_id, new.token_ids, new.sampling)
+        self._swap(plan)
         if not plan.scheduled:
+            if plan.has_copies:
+                self._collectives.sum(torch.zeros(1, device=self._device.torch_device))
+                self._device.synchronize()
             return StepResult(plan.step_id, duration_s=time.perf_counter() - started)
         with torch.inference_mode():
             batch = make_batch(plan.scheduled, self._kv_cache.block_size, self._device.torch_device)
@@ -68,9 +89,18 @@ class ModelRunner:
         return StepResult(plan.step_id, sampled, failed, time.perf_counter() - started)
 
     def check_invariants(self) -> None:
-        """Those of the cache and the sampler."""
+        """Those of the caches and the sampler."""
         self._kv_cache.check_invariants()
+        self._host_cache.check_invariants()
         self._sampler.check_invariants()
+
+    def _swap(self, plan: StepPlan) -> None:
+        """On the stream that computes: ordered before this step's work, and done when that is."""
+        with torch.inference_mode():
+            for copies in plan.swap_out:
+                self._host_cache.copy_out(copies.device_blocks, copies.host_blocks)
+            for copies in plan.swap_in:
+                self._host_cache.copy_in(copies.device_blocks, copies.host_blocks)
 
     def _step(self, batch: Batch, on_layers_done: LayersDone | None) -> tuple[dict[int, int], dict[int, str]]:
         hidden = self._model.forward(

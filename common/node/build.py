@@ -10,18 +10,22 @@ from common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
 from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
 from common.device.base import Device
+from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache, num_blocks_for
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.errors import ConfigError
 from common.ids import Incarnation, new_incarnation
 from common.kv.block_pool import BlockPool
+from common.kv.host_pool import HostPool
 from common.kv_transfer.build import make_mover
 from common.kv_transfer.interface import KvMover
 from common.model_info import Compatibility, ModelInfo
 from common.models.load import LoadedModel
 from common.node.engine_thread import EngineThread, StepRunner
+from common.node.kv_memory import kv_cache_bytes, swap_bytes
 from common.node.shell import NodeParts, NodeShell
+from common.parallel.collectives import ALONE
 from common.protocol.messages import PROTOCOL_VERSION
 from common.ranks.kv import RankedKvMover
 from common.ranks.runner import LeadRunner
@@ -100,11 +104,17 @@ class NodeBuilder:
         pool = BlockPool(
             cache.num_blocks, cache.block_size, self._loaded.identity, prefix_caching=settings.prefix_cache
         )
-        scheduler = Scheduler(self._scheduler_config(), pool)
+        num_host_blocks = num_blocks_for(
+            swap_bytes(settings, self._device, cache.num_bytes), cache.specs, cache.num_layers, cache.block_size
+        )
+        scheduler = Scheduler(self._scheduler_config(), pool, HostPool(num_host_blocks))
         sampler = Sampler(self._loaded.info.vocab_size)
-        runner = around.wrap_runner(self._led(ModelRunner(self._loaded.model, cache, sampler, self._device)))
+        host_cache = HostCache(self._device, cache, num_host_blocks)
+        collectives = ALONE if self._team is None else self._team.collectives
+        own = ModelRunner(self._loaded.model, cache, sampler, self._device, host_cache, collectives)
+        runner = around.wrap_runner(self._led(own))
         if self._team is not None:
-            self._team.begin(self.incarnation, cache.num_blocks, self._device)
+            self._team.begin(self.incarnation, cache.num_blocks, self._device, num_host_blocks)
         holder: list[NodeShell] = []
         parts = NodeParts(
             incarnation=self.incarnation,
@@ -150,13 +160,10 @@ class NodeBuilder:
         settings, specs = self._settings, self._loaded.kv_specs
         layers = self._loaded.config.num_layers
         block_size = self._device.supported_block_size(settings.block_size)
-        num_bytes = settings.kv_cache_bytes
         free_bytes = self._device.memory_info()[0]
         if self._team is not None:
             free_bytes = min(free_bytes, self._team.wait_loaded())
-        if num_bytes is None and self._device.name == "cpu":
-            num_bytes = settings.kv_cache_bytes_on_cpu
-        of_rank = int(free_bytes * 0.9) if num_bytes is None else num_bytes // settings.tensor_parallel
+        of_rank = kv_cache_bytes(settings, self._device, free_bytes)
         num_bytes = of_rank * settings.tensor_parallel
         num_blocks = num_blocks_for(of_rank, specs, layers, block_size)
         needed = -(-self._loaded.info.max_model_len // block_size) + 1
@@ -175,6 +182,7 @@ class NodeBuilder:
             max_running=settings.max_running,
             aging_s=timers.aging_s,
             max_preempt=limits.max_preempt,
+            swap_wait_s=timers.swap_wait_s,
             reserved_share=limits.reserved_share,
             watermark_blocks_share=limits.watermark_blocks_share,
         )

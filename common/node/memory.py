@@ -19,14 +19,17 @@ def demand_memory(footprint: Footprint, settings: NodeSettings, device: Device) 
     cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if on_cpu else 0)
     cache = cache * parts_here // settings.tensor_parallel
     weights = footprint.weights * parts_here
+    swap = settings.swap_bytes or 0 if on_cpu else 0  # elsewhere it is other memory than the cache's
     computing = footprint.computing(settings.max_step_tokens, settings.max_running)
     model = weights + max(footprint.loading, computing) * parts_here
     free = device.memory_info()[0]
-    parts = f"weights {_mib(weights)}, KV cache {_mib(cache)}, computing {_mib(model - weights)} MiB"
+    parts = f"weights {_mib(weights)}, KV cache {_mib(cache)}, " + (f"swap {_mib(swap)}, " if swap else "")
+    parts += f"computing {_mib(model - weights)} MiB"
     advice = "less is needed with a smaller node.kv_cache_bytes or node.max_step_tokens"
-    if model + cache > free:
+    needed = model + cache + swap
+    if needed > free:
         raise ConfigError(
-            f"node.kv_cache_bytes: this node needs {_mib(model + cache)} MiB ({parts}), but {_mib(free)} MiB are free "
+            f"node.kv_cache_bytes: this node needs {_mib(needed)} MiB ({parts}), but {_mib(free)} MiB are free "
             f"on {device.torch_device}; {advice}"
         )
     share = settings.model_memory_bytes

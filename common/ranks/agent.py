@@ -19,6 +19,7 @@ from common.config.endpoints import endpoint_of_rank
 from common.device.base import Device
 from common.device.quantize import WeightScheme
 from common.device.select import select_device
+from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
 from common.errors import InvariantError, KvferryError
@@ -132,7 +133,8 @@ class RankAgent:
         cache = KvCache(device, model.kv_specs, model.config.num_layers, begin.num_blocks, block_size)
         timeout = timedelta(seconds=spec.timers.engine_stall_exit_s)
         meet(self._collectives, device, join_store(spec.store_port, timeout), timeout)
-        runner = ModelRunner(model.model, cache, SilentSampler(), device)
+        host_cache = HostCache(device, cache, begin.num_host_blocks)
+        runner = ModelRunner(model.model, cache, SilentSampler(), device, host_cache, self._collectives)
         self._engine = EngineThread(runner, device.activate_thread, self._inbox.put, self._log)
         self._kv = make_mover(
             self._context,

@@ -75,6 +75,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     incarnation: Incarnation
     """The node's; what goes to or comes from another node bears it."""
     num_blocks: int
+    num_host_blocks: int = 0
 
 
 class RunPlan(msgspec.Struct, frozen=True, tag=True):

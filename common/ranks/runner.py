@@ -16,7 +16,8 @@ class LeadRunner:
     """Rank 0's StepRunner.
 
     What it reports of layers holds for every rank: a layer's attention ends with a sum to which each rank comes after
-    it has written its KV of that layer.
+    it has written its KV of that layer. So does the end of a step, for its copies come first; after one of nothing but
+    copies there is such a sum too.
     """
 
     def __init__(self, own: ModelRunner, pass_on: Callable[[StepPlan], None]) -> None:
@@ -25,7 +26,7 @@ class LeadRunner:
 
     def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
         """See ModelRunner. RuntimeError when another rank is gone."""
-        if plan.scheduled:
+        if plan.scheduled or plan.has_copies:
             # The samplers' part stays here.
             self._pass_on(replace(plan, new=(), finished=(), report_layers=False))
         return self._own.execute(plan, on_layers_done)

@@ -136,10 +136,10 @@ class RankTeam:
         self._wait(lambda: len(self._said[Loaded]) == len(self._children), START_TIMEOUT_S, "to load the model")
         return min(said.free_bytes for said in self._said[Loaded].values() if isinstance(said, Loaded))
 
-    def begin(self, incarnation: Incarnation, num_blocks: int, device: Device) -> None:
+    def begin(self, incarnation: Incarnation, num_blocks: int, device: Device, num_host_blocks: int = 0) -> None:
         """Let all ranks make their caches, meet them, and wait until they are ready."""
         timeout = timedelta(seconds=self._spec.timers.engine_stall_exit_s)
-        self.tell(Begin(incarnation, num_blocks))
+        self.tell(Begin(incarnation, num_blocks, num_host_blocks))
         assert self._store is not None
         try:
             meet(self.collectives, device, self._store, timeout)

@@ -48,6 +48,7 @@ class RouterMetrics:
         self._cache_usage = self._gauge("npu_cache_usage_perc", "Used share of the decode nodes' KV blocks", newest)
         self._hit_rate = self._gauge("npu_prefix_cache_hit_rate", "Share of prompt tokens found in the cache", newest)
         self._preemptions = self._gauge("num_preemptions_total", "Requests that decode nodes gave back", newest)
+        self._swaps = self._gauge("num_swaps_total", "Times that a request's KV went to a node's host memory", newest)
 
     def received(self, model: str) -> None:
         """A request for `model` came in; whether it is valid is not known yet."""
@@ -85,6 +86,7 @@ class RouterMetrics:
             self._cache_usage.labels(model).set(counts.cache_usage.get(model, 0.0))
             self._hit_rate.labels(model).set(counts.prefix_hit_rate.get(model, 0.0))
             self._preemptions.labels(model).set(counts.preemptions.get(model, 0))
+            self._swaps.labels(model).set(counts.swaps.get(model, 0))
             for gauge in (self._running, self._waiting):
                 gauge.labels(model)
             for counter in (self._received, self._success, self._failed, self._prompt_tokens, self._generated):

@@ -125,11 +125,18 @@ async def test_engine_failure_ends_the_node_and_not_the_request(cluster: MakeClu
 
 
 @pytest.mark.asyncio
-async def test_full_decode_side_queues_and_nothing_is_lost(cluster: MakeCluster, reference: Reference) -> None:
+@pytest.mark.parametrize("num_host_blocks", [0, 200], ids=["without host memory", "with host memory"])
+async def test_full_decode_side_queues_and_nothing_is_lost(
+    cluster: MakeCluster, reference: Reference, num_host_blocks: int
+) -> None:
     """Many more requests than the decode blocks can hold at once."""
     prompts = [random_prompt(seed, 60) for seed in range(20)]
-    async with cluster(num_blocks=132, timers=FAST, limits=Limits(max_preempt=50)) as c:
+    options = {"num_blocks": 132, "num_host_blocks": num_host_blocks}
+    async with cluster(timers=FAST, limits=Limits(max_preempt=50, watermark_blocks_share=0.0), **options) as c:
         answers = await asyncio.gather(*(c.generate(prompt, max_new_tokens=30) for prompt in prompts))
+        load = await c.nodes["decode-0"].ask(lambda core: core.scheduler.load())
+        assert (load.swaps > 0) == (num_host_blocks > 0)
+        assert load.preemptions > 0 or num_host_blocks > 0
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == reference_tokens(reference[1], prompt, 30)
 

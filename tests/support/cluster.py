@@ -62,6 +62,8 @@ class ClusterOptions:
     scheme: str = "inproc"
     block_size: int = 4
     num_blocks: int = 256
+    num_host_blocks: int = 0
+    """Of each decode node."""
     max_step_tokens: int = 32
     max_running: int = 32
     prefix_cache: bool = True
@@ -244,6 +246,9 @@ class Cluster:
             kv_cache_bytes_on_cpu=0,
             model_memory_bytes=None,
             tensor_parallel=1,
+            device_reserve_share=0.1,
+            swap_bytes=per_token * options.block_size * (options.num_host_blocks if role == "decode" else 0),
+            swap_bytes_most=0,
             threads=1,
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,

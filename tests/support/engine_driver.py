@@ -8,6 +8,7 @@ from itertools import count
 
 from common.device.base import Device
 from common.device.cpu import CpuDevice
+from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
@@ -39,14 +40,20 @@ class EngineDriver:
     """A runner with a cache of its own. Every `step` computes the chunks it is told and draws where a prompt ends."""
 
     def __init__(
-        self, loaded: LoadedModel, device: Device | None = None, blocks: int = 256, block_size: int = 4
+        self,
+        loaded: LoadedModel,
+        device: Device | None = None,
+        blocks: int = 256,
+        block_size: int = 4,
+        host_blocks: int = 0,
     ) -> None:
         # One thread: small models gain nothing from more, and lose much where other processes want the cores too.
         device = device or CpuDevice(1)
         device.activate_thread()
         self.cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
         self.sampler = Sampler(loaded.config.vocab_size)
-        self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device)
+        self.host_cache = HostCache(device, self.cache, host_blocks)
+        self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device, self.host_cache)
         self._free = list(range(blocks))
         random.Random(5).shuffle(self._free)
         self._seq_ids, self._step_ids = count(1), count(1)

@@ -213,6 +213,16 @@ def test_a_role_has_its_own_values_before_those_of_all_nodes():
     assert (prefill.kv_cache_bytes, decode.kv_cache_bytes) == (1000, 2000)
 
 
+def test_swap_memory_is_for_nodes_that_decode_and_bounded_by_what_is_free():
+    config = load_set("node.swap_bytes=1000", "serve.prefill=2", "serve.decode=2")
+    assert resolve_node(config, "prefill", HOST).swap_bytes == 0
+    decode = resolve_node(config, "decode", HOST)
+    assert decode.swap_bytes == 1000
+    assert decode.swap_bytes_most == HOST.free_memory_bytes // 16
+    assert resolve_node(load_set("node.swap_bytes=0"), "decode", HOST).swap_bytes == 0
+    assert resolve_node(load_set(), "decode", HOST).swap_bytes is None
+
+
 def test_kv_cache_default_has_both_ends():
     assert default_kv_cache_bytes(1 << 20, 2) == 64 << 20
     assert default_kv_cache_bytes(8 << 30, 2) == int((8 << 30) * 0.1) // 2

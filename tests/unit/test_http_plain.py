@@ -90,7 +90,7 @@ NAMES = {
     "request_received_total", "request_success_total", "request_failed_total", "num_requests_running",
     "num_requests_waiting", "time_to_first_token_seconds_count", "time_per_output_token_seconds_count",
     "e2e_request_latency_seconds_count", "npu_cache_usage_perc", "npu_prefix_cache_hit_rate", "num_preemptions_total",
-    "prompt_tokens_total", "generation_tokens_total",
+    "num_swaps_total", "prompt_tokens_total", "generation_tokens_total",
 }  # fmt: skip
 
 
@@ -121,12 +121,13 @@ def test_metrics_follow_the_requests():
 def test_metrics_tell_what_the_nodes_tell():
     http = HttpApp()
     http.service.reported = ServiceCounts(
-        cache_usage={"m": 0.25}, prefix_hit_rate={"m": 0.5}, preemptions={"m": 4, "unknown": 1}
+        cache_usage={"m": 0.25}, prefix_hit_rate={"m": 0.5}, preemptions={"m": 4, "unknown": 1}, swaps={"m": 6}
     )
     found = samples(http)
     assert found["npu_cache_usage_perc"] == 0.25
     assert found["npu_prefix_cache_hit_rate"] == 0.5
     assert found["num_preemptions_total"] == 4
+    assert found["num_swaps_total"] == 6
 
 
 async def _lifespan(http: HttpApp) -> list[str]:

@@ -57,6 +57,14 @@ def test_a_node_that_needs_more_than_is_free_is_refused() -> None:
     assert "169 MiB are free" in said
 
 
+def test_memory_to_swap_to_counts_where_it_is_the_same_memory() -> None:
+    words = f"node.swap_bytes={30 * MIB}"
+    demand_memory(NEED, settings(words), device(200))
+    with pytest.raises(ConfigError, match=r"needs 200 MiB .weights 100, KV cache 50, swap 30, computing 20 MiB"):
+        demand_memory(NEED, settings(words), device(199))
+    demand_memory(NEED, settings(words), device(170, "cuda"))
+
+
 def test_a_node_that_needs_more_than_its_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^node.model_memory_bytes: this node needs 120 MiB .* may take 119 MiB"):
         demand_memory(NEED, settings(f"node.model_memory_bytes={119 * MIB}"), device(1000))
