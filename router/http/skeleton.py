@@ -66,8 +66,11 @@ def decode_skeleton(text: bytes | bytearray) -> object:
     Raises msgspec.DecodeError (malformed), UnicodeDecodeError, RecursionError.
     """
     text.decode()  # What is skipped is not looked at that closely.
-    raw = msgspec.json.decode(text, type=Raw)
-    return _fields(raw, _Body, {"inputs": _inputs, "outputs": _outputs, "parameters": _parameters})
+    try:
+        body = msgspec.json.decode(text, type=_Body)
+    except msgspec.ValidationError:  # well-formed, and no object
+        return _value(msgspec.json.decode(text, type=Raw))
+    return _known(body, {"inputs": _inputs, "outputs": _outputs, "parameters": _parameters})
 
 
 def _inputs(raw: Raw) -> object:
@@ -108,7 +111,11 @@ def _fields(raw: Raw, kind: type[msgspec.Struct], readers: dict[str, _Reader]) -
         found = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError:
         return _value(raw)
-    values = {name: getattr(found, name) for name in kind.__struct_fields__}
+    return _known(found, readers)
+
+
+def _known(found: msgspec.Struct, readers: dict[str, _Reader]) -> object:
+    values = {name: getattr(found, name) for name in found.__struct_fields__}
     return {name: readers.get(name, _value)(value) for name, value in values.items() if len(value)}
 
 
