@@ -39,6 +39,9 @@ class SimEngine:
     name: str
     poisoned: frozenset[int] = frozenset()
     """Seeds of requests for which no token can be drawn after the first."""
+    killers: frozenset[int] = frozenset()
+    """Seeds of requests whose decoding ends the process."""
+    on_kill: Callable[[int], None] | None = None
     check_kv: bool = True
     slowness: float = 1.0
     stopped: bool = False
@@ -135,6 +138,8 @@ class SimEngine:
         if deed != self._deed or self._stage is None:
             return
         plan, done = self._stage
+        if self.killers and self._dies(plan):
+            return
         if self.check_kv:
             for part in plan.scheduled:
                 self._write(part, done)
@@ -150,6 +155,15 @@ class SimEngine:
         self.post(StepDone(self._result(plan)))
         if self._stage is None and self._queue and not self.stopped:
             self._begin()
+
+    def _dies(self, plan: StepPlan) -> bool:
+        """Whether decoding one of these requests was the last thing that the process did."""
+        for part in plan.scheduled:
+            running = self._sequences[part.seq_id]
+            if running.sampling.seed in self.killers and len(part.token_ids) == 1 and self.on_kill is not None:
+                self.on_kill(running.sampling.seed)
+                return True
+        return False
 
     def _write(self, part: ScheduledSequence, layer: int) -> None:
         start, end = part.start_position, part.start_position + len(part.token_ids)

@@ -70,6 +70,8 @@ class NodeSpec:
     staging_slots: int = 0
     """Slots that one-sided writes land in; none: everything goes in messages."""
     poisoned: frozenset[int] = frozenset()
+    killers: frozenset[int] = frozenset()
+    """See SimEngine; on nodes that decode."""
 
     @property
     def address(self) -> str:
@@ -118,6 +120,10 @@ class SimNode(Process):
         self.engine = SimEngine(
             loop, spec.costs, self.store, self.post, spec.name, poisoned=spec.poisoned, check_kv=spec.check_kv
         )
+        if "decode" in spec.roles:
+            self.engine.killers, self.engine.on_kill = spec.killers, self._killed
+        self.killed_by: int | None = None
+        """The seed of the request that ended it."""
         self.pool = BlockPool(spec.num_blocks, spec.block_size, MODEL_NAME)
         self.kv_sender = KvSender(kv, spec.name, spec.costs, self.store, self.post, self.when_awake, self.pool.is_held)
         self.kv_receiver = KvReceiver(loop, spec.name, life, self.store, self.post)
@@ -204,6 +210,10 @@ class SimNode(Process):
             if self._kv.receivers.get(self.spec.kv_address) is self.kv_receiver:
                 del self._kv.receivers[self.spec.kv_address]
         super().end(why)
+
+    def _killed(self, seed: int) -> None:
+        self.killed_by = seed
+        self.end("killed by a request")
 
     def freeze(self) -> None:
         """See Process; the engine stands still too."""

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 
 from common.errors import GenerationError, OverloadedError, UnavailableError
+from common.ids import RequestId
 from common.state.staging_slots import StagingSlots
 from decode_node.core.leg import DecodeLeg
 from ops.simulate.model import EOS_TOKEN_ID, undisturbed
 from ops.simulate.node import SimNode
 from ops.simulate.process import Process
-from ops.simulate.worker import Stream
+from ops.simulate.worker import SimWorker, Stream
 from ops.simulate.world import World
 from prefill_node.core.jobs import OPEN
 from prefill_node.core.leg import PrefillLeg
@@ -131,17 +132,25 @@ def judge_notice(world: World, gone: Process) -> str | None:
     for worker in world.workers.values():
         if not worker.alive:
             continue
-        for request in worker.core.requests.values():
-            prefill = request.plan.prefill if request.plan is not None else None
-            waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
-            if waits_at == gone.incarnation:
-                return f"{worker.host} still has {request.request_id[:8]} at {gone.host}, which is gone"
+        for request_id in resting(worker, gone):
+            return f"{worker.host} still has {request_id[:8]} at {gone.host}, which is gone"
     for node in world.nodes.values():
         for leg in node.core.legs if node.alive and not node.frozen else ():
             for _, sender in leg.jobs.aimed_at(gone.incarnation) if isinstance(leg, PrefillLeg) else ():
                 if sender.state in OPEN:
                     return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"
     return None
+
+
+def resting(worker: SimWorker, node: Process) -> dict[RequestId, int]:
+    """The requests that wait at a node, and the numbers of their plans."""
+    found: dict[RequestId, int] = {}
+    for request in worker.core.requests.values():
+        prefill = request.plan.prefill if request.plan is not None else None
+        waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
+        if request.plan is not None and waits_at == node.incarnation:
+            found[request.request_id] = request.plan.plan_no
+    return found
 
 
 def judge_quiet(world: World) -> str | None:

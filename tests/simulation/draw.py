@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
+
 from common.config.protocol import Limits, Timers
 from common.protocol.messages import Role
 from common.scheduling.scheduler_config import SchedulerConfig
@@ -24,8 +26,8 @@ TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2)
 """Pauses as long as the default's would need more requests than a schedule has."""
 REPLAN_TOKENS = 60
 """One to three requests."""
-SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "damaged", "blips", "partitions", "slow", "crashes", "freezes",
-                "stalls", "wedges", "drains", "full", "preemption", "overload", "strangers")  # fmt: skip
+SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "killers", "damaged", "blips", "partitions", "slow", "crashes",
+                "freezes", "stalls", "wedges", "drains", "full", "preemption", "overload", "strangers")  # fmt: skip
 
 
 def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Plan:
@@ -59,6 +61,9 @@ class _Drawer:
         self.mixed = not self.both and rng.random() < profile.mixed
         self.step_s = 0.15 if profile.slow_engine else rng.choice((0.008, 0.03, 0.06))
         self.asked_at: list[float] = []
+        self.poisoned: frozenset[int] = frozenset()
+        self.killers: frozenset[int] = frozenset()
+        """Seeds of requests."""
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
@@ -70,21 +75,13 @@ class _Drawer:
         )
         asks = list(self._asks([f"W{i}" for i in range(num_workers)]))
         self.asked_at = [ask.at for ask in asks]
-        poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
+        self.poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
+        self.killers = frozenset(ask.seed for ask in asks if ask.kills)
         limits = self._limits()
         workers = tuple(WorkerSpec(name=f"W{i}", timers=TIMERS, limits=limits) for i in range(num_workers))
         kinds: list[Role] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
-        nodes = tuple(self._node(i, role, limits, poisoned) for i, role in enumerate(kinds))
-        strangers: dict[str, str] = {}
-        misfits: list[Deed] = []
-        if rng.random() < profile.strangers:
-            field, single = rng.choice(STRANGE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
-            if single and rng.random() < 0.6:
-                at, duration = self._time(), rng.choice(NEAR_TIMERS_S)
-                misfits = [Misfit(at, rng.choice(single), field, duration)]
-            else:
-                stranger = self._stranger(rng.choice(nodes), len(nodes), field)
-                nodes, strangers = (*nodes, stranger), {stranger.name: field}
+        nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
+        nodes, strangers, misfits = self._misfits(nodes)
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
         deeds: list[Deed] = [*asks, *misfits, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]
         return Plan(
@@ -97,32 +94,30 @@ class _Drawer:
             rng.choice((0.02, 0.2)) if rng.random() < profile.damaged else 0.0,
             self.late_share,
             self.unconfirmed_share,
-            rng.choice((0.001, 0.01, 0.05)) if profile.delays else 0.001,
+            rng.choice((0.0005, 0.0005, 0.01, 0.05)) if profile.delays else 0.0005,
             tuple(sorted(deeds, key=lambda deed: deed.at)),
             strangers,
         )
 
     def _limits(self) -> Limits:
         rng = self.rng
-        changed = Limits(
+        limits = Limits(
             piece_target_bytes=rng.choice((1024, 4096, 16384)),
             transfers_per_peer=rng.choice((1, 4)),
             replan_tokens=REPLAN_TOKENS,
             slots_per_transfer=self.slots_per_transfer,
+            max_attempts=self.profile.max_attempts,
         )
+        if self.preemption:
+            limits = msgspec.structs.replace(limits, max_preempt=rng.choice((1, 3)))
         if self.overload:
-            return Limits(
-                piece_target_bytes=changed.piece_target_bytes,
-                transfers_per_peer=changed.transfers_per_peer,
-                slots_per_transfer=self.slots_per_transfer,
-                queued_requests=rng.choice((2, 4)),
-                queued_tokens=rng.choice((60, 200)),
-                queued_reservations=rng.choice((1, 3)),
-                replan_tokens=REPLAN_TOKENS,
-            )
-        return changed
+            queued = {"queued_requests": rng.choice((2, 4)), "queued_tokens": rng.choice((60, 200))}
+            limits = msgspec.structs.replace(limits, **queued)
+        if self.overload or self.full:
+            limits = msgspec.structs.replace(limits, queued_reservations=rng.choice((1, 3)))
+        return limits
 
-    def _node(self, number: int, role: Role, limits: Limits, poisoned: frozenset[int]) -> NodeSpec:
+    def _node(self, number: int, role: Role, limits: Limits) -> NodeSpec:
         rng = self.rng
         blocks = rng.choice((40, 64, 96))
         both = self.both or (self.mixed and rng.random() < 0.5)
@@ -140,7 +135,8 @@ class _Drawer:
             num_host_blocks=self.swap_rng.choice((6, 12, 40)) if swaps else 0,
             timers=TIMERS,
             limits=limits,
-            poisoned=poisoned,
+            poisoned=self.poisoned,
+            killers=self.killers,
             costs=CostModel(step_s=self.step_s, kv_bytes_per_s=self.kv_bytes_per_s),
             scheduler=SchedulerConfig(
                 eos_token_ids=frozenset({EOS_TOKEN_ID}),
@@ -154,9 +150,20 @@ class _Drawer:
             ),
         )
 
+    def _misfits(self, nodes: tuple[NodeSpec, ...]) -> tuple[tuple[NodeSpec, ...], dict[str, str], list[Deed]]:
+        """Perhaps one node that fits no other: there from the start, or in the place of another one for a while."""
+        rng = self.rng
+        if rng.random() >= self.profile.strangers:
+            return nodes, {}, []
+        field, single = rng.choice(STRANGE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
+        if single and rng.random() < 0.6:  # one with both roles would fit itself
+            return nodes, {}, [Misfit(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
+        stranger = self._stranger(rng.choice(nodes), len(nodes), field)
+        return (*nodes, stranger), {stranger.name: field}, []
+
     def _stranger(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
         """One more node like this one, but for one thing."""
-        role = self.rng.choice(like.roles)  # with both it would fit itself
+        role = self.rng.choice(like.roles)
         return strange(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
 
     def _delays(self) -> Delays:
@@ -191,6 +198,7 @@ class _Drawer:
                 priority=rng.choice((1, 3, 5, 5)),
                 timeout_s=rng.choice((0.02, 0.1, 0.3, 1.0)) if tight else rng.choice((3.0, 8.0, 20.0)),
                 poisoned=rng.random() < profile.poisoned,
+                kills=rng.random() < profile.killers,
             )
 
     def _leaves(self, asks: list[Ask]) -> Iterator[Leave]:

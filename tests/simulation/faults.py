@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.ids import RequestId
 from ops.simulate.kv_network import SEND_TIMEOUT_S
+from ops.simulate.network import Delays
 from ops.simulate.node import NodeSpec, SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker
 from ops.simulate.world import World
-from tests.simulation.checks import Violation
+from tests.simulation.checks import Violation, resting
 from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.strangers import strange
 
@@ -17,6 +19,10 @@ NOTICE_S = 3.0
 """After the end of a node, until no request waits there any more."""
 CRASH_AT_MOST_S = 0.5
 """A process that is to die at its n-th action and does not come so far dies after this time."""
+AFTER_WEDGE_S = 1.0
+"""By then an engine that has work has some in its step, and that step does not end."""
+AFTER_KILL_S = 4.0
+"""By then a request that ended its node has ended the next one, if it is to end any."""
 POLL_S = 0.25
 
 
@@ -32,6 +38,7 @@ class Faults:
     """When the last fault is over, as far as that is known."""
     strangers: dict[str, str] = field(default_factory=dict)
     """Nodes that fit no other one now, and what is different about them."""
+    _kills: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     """What happened: a deed that found nothing to do is not counted."""
 
@@ -67,10 +74,7 @@ class Faults:
             case Wedge(_, host, restart_s):
                 process = self._process(host)
                 if isinstance(process, SimNode):
-                    self.counts["engine wedged"] += 1
-                    process.wedge()
-                    self._later(restart_s)
-                    self.world.loop.after(restart_s, self._unwedge, process)
+                    self._wedge(process, restart_s)
             case Misfit(_, host, field, duration_s):
                 self._misfit(host, field, duration_s)
             case Blip(_, host_a, host_b, kv):
@@ -101,6 +105,17 @@ class Faults:
         if latest is process and not process.alive:
             self.counts["restart at the same address"] += 1
             self.world.restart(process)
+
+    def killed(self, node: SimNode, seed: int) -> None:
+        """A request ended its decode node: it may do so to crash_limit of them, no more. Where news is slow, or other
+        things go wrong, not each of these deaths can be told from another loss, and max_attempts bounds them."""
+        self._kills[seed] += 1
+        limits = node.spec.limits
+        plain = self.plan.delays == Delays() and not any(not isinstance(deed, Ask) for deed in self.plan.deeds)
+        if self._kills[seed] > (limits.crash_limit if plain else limits.max_attempts):
+            raise Violation(f"one request ended {self._kills[seed]} processes")
+        self._later(AFTER_KILL_S)
+        self.world.loop.after(0.5, self.restart, node)
 
     def total(self) -> Counter[str]:
         """All that befell, with what the network did by itself."""
@@ -150,6 +165,7 @@ class Faults:
         if process is not None and not process.stalled:
             self.counts["worker stalled" if isinstance(process, SimWorker) else "node stalled"] += 1
             process.stall()
+            self.world.loop.after(self.notice_s - duration_s, self.check_notice, process)
             self._later(duration_s)
             self.world.loop.after(duration_s, process.go_on)
 
@@ -165,6 +181,34 @@ class Faults:
         self.world.nodes[spec.name].end("replaced")
         self.strangers.pop(spec.name, None)
         self.world.start_node(spec)
+
+    def _wedge(self, node: SimNode, restart_s: float) -> None:
+        loop = self.world.loop
+        self.counts["engine wedged"] += 1
+        node.wedge()
+        self._later(restart_s)
+        loop.after(restart_s, self._unwedge, node)
+        loop.after(AFTER_WEDGE_S, self._note_stuck, node)
+
+    def _note_stuck(self, node: SimNode) -> None:
+        """What waits at an engine that makes no step must be moved in time."""
+        if node.alive and node.core.scheduler.work_waiting:
+            workers = [worker for worker in self.world.workers.values() if worker.alive]
+            stuck = [(worker, resting(worker, node)) for worker in workers]
+            within_s = node.spec.timers.engine_stall_s + self.notice_s
+            self.world.loop.after(within_s, self._check_stuck, node, stuck)
+            if not self.frozen_s:  # who slept counts anew
+                self.world.loop.after(node.spec.timers.engine_stall_exit_s + AFTER_WEDGE_S, self._check_exit, node)
+
+    def _check_stuck(self, node: SimNode, stuck: list[tuple[SimWorker, dict[RequestId, int]]]) -> None:
+        for worker, plans in stuck:
+            still = resting(worker, node).items() & plans.items() if worker.alive and node.alive else ()
+            for request_id, _ in still:
+                raise Violation(f"{worker.host} leaves {request_id[:8]} at {node.host}, whose engine makes no step")
+
+    def _check_exit(self, node: SimNode) -> None:
+        if node.alive:
+            raise Violation(f"{node.host} lives although its engine makes no step")
 
     def _unwedge(self, process: SimNode) -> None:
         process.end("wedged")

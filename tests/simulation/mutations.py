@@ -4,10 +4,8 @@ Each is a patch of one function, put on for a run and taken off again. `python -
 table. Nothing here is imported by the product.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import msgspec
 
@@ -41,48 +39,19 @@ from router.core.reports import Reports
 from router.core.request import Request
 from router.core.requests import RequestTable
 from tests.simulation import swap_patches as swaps
-
-Patched = Callable[..., object]
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    """One defect: `make` gets the right function and gives the wrong one."""
-
-    name: str
-    rule: str
-    owner: type | ModuleType
-    attribute: str
-    make: Callable[[Patched], object]
-    profile: str = "all"
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """The cores have the defect within."""
-        right = self.owner.__dict__[self.attribute]
-        setattr(self.owner, self.attribute, self.make(right))
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.attribute, right)
-
-
-def _nothing(_: Patched) -> Patched:
-    return lambda *arguments, **named: []
-
-
-def _none(_: Patched) -> Patched:
-    return lambda *arguments, **named: None
+from tests.simulation.mutation import Mutation, Patched, none, nothing
+from tests.simulation.mutations_links import LINK_MUTATIONS
+from tests.simulation.mutations_steps import STEP_MUTATIONS
 
 
 def _restart_deadline(right: Patched) -> Patched:
-    def plan(self: RequestTable, request: Request, now: float) -> object:
+    def plan(self: RequestTable, request: Request, now: float, *full: object) -> object:
         span = request.deadline - request.accepted_at
         request.accepted_at, request.deadline = now, now + span
         self._deadlines.append((request.deadline, request.request_id))
         self._deadlines[:] = [due for due in self._deadlines if due[1] != request.request_id or due[0] > now + span / 2]
         self._deadlines.sort()
-        return right(self, request, now)
+        return right(self, request, now, *full)
 
     return plan
 
@@ -132,8 +101,8 @@ def _forget_pin(_: Patched) -> Patched:
 
 
 def _leave_writing(right: Patched) -> Patched:
-    def end(self: EntryTable, entry: object) -> object:
-        return [action for action in right(self, entry) if type(action).__name__ != "ForgetPieces"]  # type: ignore[attr-defined]
+    def end(self: EntryTable, entry: object, now: float) -> object:
+        return [action for action in right(self, entry, now) if type(action).__name__ != "ForgetPieces"]  # type: ignore[attr-defined]
 
     return end
 
@@ -313,32 +282,32 @@ def _into_slots_again(right: Patched) -> Patched:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("worker lists free nothing on decode", "13", DecodeLeg, "on_list", _nothing, "leaving"),
-    Mutation("worker lists free nothing on prefill", "13", PrefillLeg, "on_list", _nothing, "leaving"),
+    Mutation("worker lists free nothing on decode", "13", DecodeLeg, "on_list", nothing, "leaving"),
+    Mutation("worker lists free nothing on prefill", "13", PrefillLeg, "on_list", nothing, "leaving"),
     Mutation("every number counts as wanted", "13", Client, "wants", _all_wanted, "blips"),
     Mutation("as_of is one too high", "12", Lists, "_beats", _as_of_too_high, "delays"),
-    Mutation("a silent client keeps what it had", "15", ClientTable, "take_silent", _nothing, "crashes"),
-    Mutation("a lost worker frees nothing on decode", "15", DecodeLeg, "on_client_lost", _nothing, "crashes"),
-    Mutation("a lost worker frees nothing on prefill", "15", PrefillLeg, "on_client_lost", _nothing, "crashes"),
+    Mutation("a silent client keeps what it had", "15", ClientTable, "take_silent", nothing, "crashes"),
+    Mutation("a lost worker frees nothing on decode", "15", DecodeLeg, "on_client_lost", nothing, "crashes"),
+    Mutation("a lost worker frees nothing on prefill", "15", PrefillLeg, "on_client_lost", nothing, "crashes"),
     Mutation("deadline starts again with each plan", "33", RequestTable, "_try_plan", _restart_deadline),
     Mutation("age starts again with each plan", "17", Planner, "job", _no_age),
-    Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation, "delays"),
-    Mutation("the transport's stop is not heard", "21", HandoverSender, "on_stopped", _none),
-    Mutation("reservations are granted to the unwanted", "13", Reservations, "_refusal", _none),
-    Mutation("HandedOver is not said again", "14", reports, "state", _nothing, "blips"),
-    Mutation("a forgotten client is not greeted again", "12", LinkTable, "on_heard", _never_unknown, "partitions"),
-    Mutation("a finished token ends without its reason", "31", PrefillLeg, "_note_first_token", _none),
+    Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation, "slow"),
+    Mutation("the transport's stop is not heard", "21", HandoverSender, "on_stopped", nothing),
+    Mutation("reservations are granted to the unwanted", "13", Reservations, "_refusal", none, "drain"),
+    Mutation("HandedOver is not said again", "14", reports, "state", nothing, "blips"),
+    Mutation("a forgotten client is not greeted again", "12", LinkTable, "on_heard", _never_unknown, "stalls"),
+    Mutation("a finished token ends without its reason", "31", PrefillLeg, "_note_first_token", none),
     Mutation("ungranted prompts are not bounded nor started", "18", PrefillLeg, "may_start", _never, "none"),
     Mutation("a token that is known is sent on again", "29", Request, "take", _repeat_token),
     Mutation("a gap in the tokens is swallowed", "29", Request, "take", _swallow_gap, "blips"),
     Mutation("reports of other attempts count", "3", RequestTable, "current", _any_attempt),
-    Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target, "partitions"),
+    Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target, "crashes"),
     Mutation("blocks are not pinned while they are read", "21", JobTable, "sync_pin", _forget_pin),
     Mutation("writing goes on after blocks are freed", "26", EntryTable, "_end_sequence", _leave_writing),
     Mutation("a slot is used again at once", "26", StagingSlots, "release", _reuse_at_once, "onesided"),
     Mutation("a slot of a closed session does not rest", "26", StagingSlots, "on_session_closed", _no_rest, "onesided"),
     Mutation("an open session is taken for closed", "26", StagingSlots, "tick", _session_unasked, "onesided"),
-    Mutation("slots that rest are asked for by nobody", "26", StagingSlots, "tick", _nothing, "onesided"),
+    Mutation("slots that rest are asked for by nobody", "26", StagingSlots, "tick", nothing, "onesided"),
     Mutation("a piece names a slot that is not written yet", "26", KvSender, "_begin_write", _name_at_once, "onesided"),
     Mutation("one-sided writes go into cache blocks", "26", KvReceiver, "write_slot", _write_blocks, "onesided"),
     Mutation("a slot is credited before it is copied", "26", KvReceiver, "arrive", _credit_first, "onesided"),
@@ -348,29 +317,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("Commit goes out before writes are confirmed", "24", HandoverSender, "_unconfirmed", _never, "onesided"),
     Mutation("after the Commit slots are written again", "26", HandoverSender, "_give", _into_slots_again, "onesided"),
     Mutation("a damaged piece counts as there", "25", Takeover, "on_damaged", _count_damaged, "damage"),
-    Mutation("a damaged piece is never asked for", "25", Takeover, "_ask_again", _nothing, "damage"),
-    Mutation("no piece is ever missing", "25", PieceLedger, "missing", lambda _: lambda *a: ()),
+    Mutation("a damaged piece is never asked for", "25", Takeover, "_ask_again", nothing, "damage"),
+    Mutation("no piece is ever missing", "25", PieceLedger, "missing", lambda _: lambda *a: (), "delays"),
     Mutation("blocks are released twice", "5", JobTable, "let_go", _twice_released),
-    Mutation("the death of a node moves no request", "9", Reports, "on_node_lost", _nothing, "crashes"),
-    Mutation("the death of a decode node is not followed", "9", HandoverSender, "on_peer_lost", _nothing, "crashes"),
-    Mutation("silence is not judged", "9", LinkTable, "_judge", _nothing, "freezes"),
-    Mutation("Job is not sent again", "14", Reports, "_on_gone", _nothing),
-    Mutation("Commit and Reserve are not repeated", "24", HandoverSender, "tick", _nothing, "blips"),
-    Mutation("the end of a finished request is said once", "15", DecodeLeg, "_tell_state", _nothing, "blips"),
-    Mutation("the early token is not marked as the last", "14", PrefillLeg, "_on_finished", _nothing),
+    Mutation("the death of a node moves no request", "9", Reports, "on_node_lost", nothing, "crashes"),
+    Mutation("the death of a decode node is not followed", "9", HandoverSender, "on_peer_lost", nothing, "crowded"),
+    Mutation("silence is not judged", "9", LinkTable, "_judge", nothing, "stalls"),
+    Mutation("Job is not sent again", "14", Reports, "_on_gone", nothing),
+    Mutation("Commit and Reserve are not repeated", "24", HandoverSender, "tick", nothing, "blips"),
+    Mutation("the end of a finished request is said once", "15", DecodeLeg, "_tell_state", nothing, "blips"),
+    Mutation("the early token is not marked as the last", "14", PrefillLeg, "_on_finished", nothing),
     Mutation("a re-plan forgets the tokens held", "31", Planner, "job", _forget_held),
-    Mutation("cancels and aborts free nothing", "16", EntryTable, "drop", _nothing, "leaving"),
-    Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", _nothing, "full"),
-    Mutation("draining grants go on", "37", Reservations, "drain", _nothing, "drain"),
-    Mutation("a prompt that paused asks for no room again", "20", Pauses, "go_on", _nothing, "pauses"),
+    Mutation("cancels and aborts free nothing", "16", EntryTable, "drop", nothing, "leaving"),
+    Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", nothing, "full"),
+    Mutation("draining grants go on", "37", Reservations, "drain", nothing, "drain"),
+    Mutation("a prompt that paused asks for no room again", "20", Pauses, "go_on", nothing, "pauses"),
     Mutation("a re-plan waits for a node that has none", "35", ReplanBudget, "full_for", _all_full, "crashes"),
-    Mutation("drain never ends", "37", NodeCore, "_drain_tick", _nothing, "drain"),
-    Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", _nothing, "both"),
+    Mutation("drain never ends", "37", NodeCore, "_drain_tick", nothing, "drain"),
+    Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", nothing, "both"),
     Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),
-    Mutation("transfer slots are not given", "24", Ferry, "give_slots", _nothing, "none"),
+    Mutation("transfer slots are not given", "24", Ferry, "give_slots", nothing, "none"),
     Mutation("blocks are freed before they are swapped out", "36", Swapping, "swap_out", swaps.free_uncopied, "swap"),
     Mutation("another's host blocks are swapped in", "36", Swapping, "swap_in", swaps.other_host_blocks, "swap"),
     Mutation("a sequence returns without its KV", "36", Swapping, "swap_in", swaps.return_uncopied, "swap"),
     Mutation("what is swapped out is forgotten", "36", Swapping, "swap_in", _never, "swap"),
-    Mutation("host blocks are never free again", "36", HostPool, "release", _none, "swap"),
+    Mutation("host blocks are never free again", "36", HostPool, "release", none, "swap"),
+    *LINK_MUTATIONS,
+    *STEP_MUTATIONS,
 )

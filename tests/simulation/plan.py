@@ -26,6 +26,9 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     priority: int
     timeout_s: float
     poisoned: bool = False
+    """No token can be drawn for it."""
+    kills: bool = False
+    """Whoever decodes it dies."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True):
     """Of one-sided writes, until the last deed."""
     unconfirmed_share: float
     piece_delay_s: float
-    """A piece is under way between this long and twice as long."""
+    """A piece is under way for once to three times as long."""
     deeds: tuple[Deed, ...] = ()
     strangers: dict[str, str] = {}
     """Nodes that fit no other one, and what is different about them (strangers.py). They are among the nodes."""
@@ -140,7 +143,7 @@ class Plan(msgspec.Struct, frozen=True):
     def troubled(self) -> bool:
         """Whether anything but asking, leaving and delay happens."""
         shares = self.damaged_share + self.late_share + self.unconfirmed_share
-        return shares > 0 or any(not isinstance(deed, Ask | Leave) for deed in self.deeds)
+        return shares > 0 or any(not isinstance(deed, Ask | Leave) or _kills(deed) for deed in self.deeds)
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
@@ -150,3 +153,7 @@ class Plan(msgspec.Struct, frozen=True):
     def load(cls, path: Path) -> "Plan":
         """Read it from a file. Raises OSError, or msgspec.DecodeError when it is no schedule."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
+
+
+def _kills(deed: Deed) -> bool:
+    return isinstance(deed, Ask) and deed.kills

@@ -17,6 +17,8 @@ class Profile:
     """Share of requests with a deadline that will often be missed."""
     poisoned: float = 0.0
     """Share of requests for which no token can be drawn."""
+    killers: float = 0.0
+    """Share of requests whose decoding ends the process."""
     damaged: float = 0.0
     """Share of schedules in which pieces arrive damaged."""
     blips: float = 0.0
@@ -39,6 +41,8 @@ class Profile:
     """Share of schedules in which every node has both roles."""
     mixed: float = 0.0
     """Share of schedules in which some nodes have both roles and some have one."""
+    max_attempts: int = 5
+    """Losses in a row that end a request."""
     slow_engine: bool = False
     """Steps are so slow and short that prompts wait for one another."""
     strangers: float = 0.0
@@ -54,9 +58,11 @@ PROFILES: dict[str, Profile] = {
     "delays": Profile(delays=True),
     "blips": Profile(delays=True, blips=12, span_s=2.0),
     "partitions": Profile(delays=True, partitions=3, slow=0.5),
+    "slow": Profile(requests=14, delays=True, slow=5),
     "crashes": Profile(delays=True, crashes=2),
-    "freezes": Profile(delays=True, freezes=2, wedges=0.5),
-    "full": Profile(requests=16, full=1.0, span_s=0.8),
+    "crowded": Profile(requests=16, full=1.0, crashes=2, span_s=1.0),
+    "freezes": Profile(delays=True, freezes=2, wedges=0.2),
+    "full": Profile(requests=16, full=1.0, span_s=0.8, max_attempts=2),
     "leaving": Profile(delays=True, leaving=0.5),
     "deadlines": Profile(delays=True, deadlines=0.6, poisoned=0.1),
     "drain": Profile(delays=True, drains=2),
@@ -66,8 +72,10 @@ PROFILES: dict[str, Profile] = {
     "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.4, both=1.0),
     "mixed": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.3, mixed=1.0),
     "pauses": Profile(requests=16, delays=True, slow_engine=True, span_s=1.0),
+    "wedges": Profile(requests=12, wedges=1.5),
     "stalls": Profile(delays=True, leaving=0.2, stalls=2),
     "strangers": Profile(delays=True, crashes=0.5, blips=1, strangers=1.0),
+    "killers": Profile(killers=0.15),
     "damage": Profile(delays=True, damaged=1.0),
     "onesided": Profile(
         requests=30,
@@ -88,6 +96,7 @@ PROFILES["all"] = Profile(
     leaving=0.2,
     deadlines=0.2,
     poisoned=0.03,
+    killers=0.02,
     damaged=0.5,
     blips=3,
     partitions=2,

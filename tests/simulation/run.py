@@ -51,7 +51,7 @@ class Run:
         self.world.kv.damaged_share = self.plan.damaged_share
         self.world.kv.late_share = self.plan.late_share
         self.world.kv.unconfirmed_share = self.plan.unconfirmed_share
-        self.world.kv.base_delay_s = self.world.kv.jitter_s = self.plan.piece_delay_s
+        self.world.kv.base_delay_s, self.world.kv.jitter_s = self.plan.piece_delay_s, 2 * self.plan.piece_delay_s
         self.faults = Faults(self.plan, self.world, self._check_notice)
         self.faults.strangers |= self.plan.strangers
         self.watch.strangers = self.faults.strangers
@@ -94,6 +94,8 @@ class Run:
             return
         sampling = SamplingParams(max_new_tokens=ask.max_new_tokens, seed=ask.seed, do_sample=True)
         stream = self.world.send_request(worker, ask.prompt, sampling, priority=ask.priority, timeout_s=ask.timeout_s)
+        if worker.core.draining_since is not None and stream.refused is None and not worker.asleep:
+            raise Violation(f"{ask.worker} drains and takes a request")
         judge = StreamJudge(stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5)
         self.judges[ask.number] = self._by_stream[stream.request.request_id] = judge
 
@@ -116,9 +118,11 @@ class Run:
         self.faults.counts[f"end: {why}"] += 1
         if isinstance(process, SimNode):
             self.world.loop.after(self.faults.notice_s, self._check_notice, process)
+            if process.killed_by is not None:
+                self.faults.killed(process, process.killed_by)
 
     def _check_notice(self, gone: Process) -> None:
-        complaint = judge_notice(self.world, gone) if gone.frozen or not gone.alive else None
+        complaint = judge_notice(self.world, gone) if gone.asleep or not gone.alive else None
         if complaint is not None:
             raise Violation(complaint)
 

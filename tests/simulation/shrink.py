@@ -71,7 +71,7 @@ class Shrinker:
         for host in hosts:
             yield _without(self.plan, host)
         yield replace(self.plan, delays=Delays())
-        yield replace(self.plan, piece_delay_s=0.001)
+        yield replace(self.plan, piece_delay_s=0.0005)
         yield replace(self.plan, damaged_share=0.0)
         yield replace(self.plan, static=True)
 
@@ -96,7 +96,13 @@ class Shrinker:
 
 
 _SIMPLER: dict[type[Deed], dict[str, Sequence[object]]] = {
-    Ask: {"max_new_tokens": (1, 2, 4, 8), "priority": (5,), "timeout_s": (20.0,), "poisoned": (False,)},
+    Ask: {
+        "max_new_tokens": (1, 2, 4, 8),
+        "priority": (5,),
+        "timeout_s": (20.0,),
+        "poisoned": (False,),
+        "kills": (False,),
+    },
     Crash: {"after_actions": (0,), "restart_s": (0.05, 0.5)},
     Drain: {"restart_s": (0.05,)},
     Freeze: {"duration_s": (0.2, 1.2)},

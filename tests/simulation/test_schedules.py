@@ -69,6 +69,7 @@ FAULTS = {
     "end: crash",
     "end: crash at an action",
     "end: drained",
+    "end: killed by a request",
     "drain of a node",
     "drain of a worker",
     "restart at the same address",

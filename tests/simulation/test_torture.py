@@ -10,7 +10,7 @@ import pytest
 from tests.simulation import torture
 from tests.simulation.ledger import ROOT, Failed, Ledger, Tally, code_version, open_ledger
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.torture import do_range, main
+from tests.simulation.torture import do_range, main, shrink_some
 from tests.simulation.torture_page import page
 from tests.support.serve import wait_until
 
@@ -71,6 +71,17 @@ def test_a_failed_seed_is_kept_and_the_others_go_on():
     assert "| restart at the same address |" in text
 
 
+def test_one_failure_of_each_kind_is_shrunk(tmp_path, capsys):
+    with DEFECT.applied():
+        _, _, tally = do_range("all", 0, 10)
+        shrink_some([*tally.failed, *tally.failed], tmp_path)
+    told = capsys.readouterr().out
+    kinds = {failed.kind: failed for failed in reversed(tally.failed)}
+    assert told.count("shrunk from") == len(kinds) == len(list(tmp_path.iterdir()))
+    for failed in kinds.values():
+        assert f"--schedule {tmp_path}/all-{failed.seed}.json" in told
+
+
 def test_it_goes_on_where_it_was(tmp_path, capsys):
     out = ["--out", str(tmp_path), "--jobs", "1", "--profile", "quick"]
     assert main(["--seeds", "10", *out]) == 0
@@ -91,6 +102,15 @@ def test_failures_of_earlier_runs_are_failures(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torture, "shrink_some", lambda failed, out: None)
     assert main(["--seeds", "10", "--profile", "quick", "--out", str(tmp_path)]) == 1
     assert "--seeds 3:4 --profile quick" in capsys.readouterr().out
+
+
+def test_after_very_many_failures_nothing_is_begun(tmp_path, monkeypatch):
+    monkeypatch.setattr(torture, "shrink_some", lambda failed, out: None)
+    failed = [Failed(seed, "none", "Violation", "Violation") for seed in range(torture.MOST_FAILED)]
+    ledger = Ledger(code_version(), "none", tally=Tally(failed=failed))
+    ledger.save(tmp_path / "none.json")
+    assert main(["--seeds", "10", "--profile", "none", "--out", str(tmp_path)]) == 1
+    assert ledger_of(tmp_path / "none.json").done == []
 
 
 @pytest.mark.slow

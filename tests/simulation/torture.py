@@ -33,6 +33,8 @@ from tests.simulation.trial import attempt, ease_collector, profile_of, try_plan
 CHUNK = 10
 """Seeds that one process does before it tells of them."""
 SAVE_EVERY_S = 2.0
+MOST_FAILED = 100
+"""After so many failures nothing new is begun."""
 SHRINK_AT_MOST = 3
 """Kinds of failures that are shrunk at the end."""
 
@@ -99,12 +101,17 @@ class Torture:
 
     def _submit(self, pool: ProcessPoolExecutor, pending: Pending, chunks: Iterator[Range]) -> bool:
         """Keep every process busy; False when nothing is left to wait for."""
-        while len(pending) <= self.jobs and not self.stopping and time.monotonic() < self.ends_at:
+        while len(pending) <= self.jobs and self._goes_on:
             chunk = next(chunks, None)
             if chunk is None:
                 break
             pending.add(pool.submit(do_range, self.ledger.profile, *chunk))
         return bool(pending)
+
+    @property
+    def _goes_on(self) -> bool:
+        hopeless = len(self.ledger.tally.failed) >= MOST_FAILED
+        return not self.stopping and not hopeless and time.monotonic() < self.ends_at
 
     def _note(self, future: "Future[tuple[int, int, Tally]]", bar: "tqdm[NoReturn]") -> None:
         first, end, tally = future.result()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from common.ids import Incarnation, RequestId
+from common.ids import Incarnation, RequestId, TransferKey
 from common.protocol.messages import (
     Commit,
     Committed,
@@ -20,6 +20,7 @@ from common.protocol.messages import (
     Refused,
     Reserve,
     Revoke,
+    Welcome,
 )
 from common.state.actions import Send
 from common.state.events import Received, Tick
@@ -45,6 +46,9 @@ class Watch:
     """Nodes that fit no other one now, and what is different about them."""
     counts: Counter[str] = field(default_factory=Counter)
     _ticked: dict[str, float] = field(default_factory=dict)
+    _targets: dict[tuple[RequestId, int], TransferKey] = field(default_factory=dict)
+    _granted: set[TransferKey] = field(default_factory=set)
+    _preempted: dict[RequestId, set[int]] = field(default_factory=dict)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
 
     def look(self, process: Process, what: object) -> None:
@@ -66,8 +70,14 @@ class Watch:
         work = isinstance(envelope.message, Job | Reserve | Commit) and envelope.receiver == process.incarnation
         if work and process.host in self.strangers:
             raise Violation(f"{process.host} fits no other node and gets a {type(envelope.message).__name__}")
-        if isinstance(envelope.message, HelloRefused):
-            self._check_refusal(envelope.message.reason)
+        match envelope.message:
+            case HelloRefused(reason=reason):
+                self._check_refusal(reason)
+            case Welcome(compatibility=theirs) if isinstance(process, SimNode):
+                if theirs != process.spec.compatibility:
+                    raise Violation(f"{process.host} is welcome where it does not fit")
+            case _:
+                pass
 
     def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
         """Age and deadline go on over all attempts."""
@@ -93,6 +103,23 @@ class Watch:
         if named not in [refused_field(field) for field in self.strangers.values()]:
             raise Violation(f"a Hello is refused for {reason}, which is not what is different")
 
+    def _commits(self, process: Process, key: TransferKey) -> None:
+        """To one decode node in an attempt, ever, and under a grant."""
+        if key not in self._granted:
+            raise Violation(f"{process.host} commits {key.request_id[:8]} where no room was granted")
+        target = self._targets.setdefault((key.request_id, key.attempt), key)
+        if target != key:
+            raise Violation(f"attempt {key.attempt} of {key.request_id[:8]} is committed a second time, elsewhere")
+
+    def _given_back(self, node: SimNode, message: Gone) -> None:
+        """No request is given back more often than max_preempt times, but by nodes that drain."""
+        if node.core.draining_since is not None:
+            return
+        attempts = self._preempted.setdefault(message.request_id, set())
+        attempts.add(message.attempt)
+        if len(attempts) > node.spec.limits.max_preempt:
+            raise Violation(f"{message.request_id[:8]} is given back {len(attempts)} times")
+
     def _sent(self, process: Process, message: Message) -> None:
         match message:
             case Committed(key=key):
@@ -109,12 +136,18 @@ class Watch:
                     raise Violation(f"attempt {attempt} of {message.request_id[:8]} leaves out tokens that are held")
                 if stream is not None:
                     self._check_clocks(process, stream, message)
-            case Granted() if isinstance(process, SimNode) and process.core.draining_since is not None:
-                raise Violation(f"{process.host} drains and grants room")
+            case Granted(key=key) if isinstance(process, SimNode):
+                self._granted.add(key)
+                if process.core.draining_since is not None:
+                    raise Violation(f"{process.host} drains and grants room")
+            case Commit(key=key):
+                self._commits(process, key)
             case HandoverFailed(reason=reason, commit_sent=commit_sent):
                 self.counts[f"HandoverFailed {reason}{' after Commit' if commit_sent else ''}"] += 1
             case Gone(reason=reason, detail=detail):
                 self.counts[f"Gone {reason} {detail[:30]}".strip()] += 1
+                if reason == "given_back" and isinstance(process, SimNode):
+                    self._given_back(process, message)
             case Refused(reason=reason):
                 self.counts[f"Refused {reason[:30]}"] += 1
             case Queued():

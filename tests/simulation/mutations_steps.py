@@ -1,0 +1,131 @@
+"""Seeded defects of scheduling, cached KV, pieces, tokens and refusals. See mutations.py."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+
+from common.ids import Incarnation, TransferKey
+from common.scheduling import batch, planner
+from common.scheduling.admission import Admission
+from common.scheduling.preemption import rank
+from common.scheduling.sequence import Sequence
+from common.scheduling.step import ScheduledSequence
+from common.state.handover_receive import ReceiveState
+from common.state.handover_send import HandoverSender
+from common.state.node_core import NodeCore
+from decode_node.core.entry import Entry
+from decode_node.core.reservations import Reservations
+from prefill_node.core.job import JobState, PrefillJob
+from prefill_node.core.jobs import JobTable
+from router.core.planner import Planner
+from router.core.reports import Reports
+from router.core.request import Request
+from router.core.requests import RequestTable
+from router.core.table import RequestEvent
+from tests.simulation.mutation import Mutation, Patched, nothing
+
+
+def _one_more_cached(right: Patched) -> Patched:
+    def acquire(self: Admission, seq: Sequence) -> object:
+        cached = right(self, seq)
+        return cached if not isinstance(cached, int) or not cached else min(cached + 1, seq.spec.num_known - 1)
+
+    return acquire
+
+
+def _keep_held(right: Patched) -> Patched:
+    def drop(self: JobTable, job: PrefillJob, now: float) -> object:
+        return [] if job.state is JobState.FAILED and job.seq_id is not None else right(self, job, now)
+
+    return drop
+
+
+def _all_lacked(right: Patched) -> Patched:
+    def on_granted(self: HandoverSender, key: TransferKey, first_token: int, *rest: object) -> object:
+        return right(self, key, 0, *rest)
+
+    return on_granted
+
+
+def _take_back_owned(right: Patched) -> Patched:
+    def make_room(self: Reservations, head: Entry, now: float) -> object:
+        actions = right(self, head, now)
+        assert isinstance(actions, list)
+        owned = [entry for entry in self.entries if entry.state is ReceiveState.RUNNING]
+        for victim in [] if actions else sorted(owned, key=lambda entry: self._rank(entry, now), reverse=True):
+            if self._class(victim, now) > self._class(head, now):
+                return self._revoke(victim, "priority", now)
+        return actions
+
+    return make_room
+
+
+def _costly_setback(_: Patched) -> Patched:
+    def setback(
+        self: RequestTable, request: Request, event: RequestEvent, now: float, holder: Incarnation | None = None
+    ) -> object:
+        return self.loss(request, now, crashed=False, why="refused")
+
+    return setback
+
+
+def _no_crash(right: Patched) -> Patched:
+    def loss(self: RequestTable, request: Request, now: float, *, crashed: bool, why: str) -> object:
+        return right(self, request, now, crashed=False, why=why)
+
+    return loss
+
+
+def _wait_for_workers(right: Patched) -> Patched:
+    def pump(self: NodeCore, now: float) -> object:
+        slow = any(now - worker.last_heard > self.timers.beat_s + 0.2 for worker in self.clients.workers())
+        return [] if slow else right(self, now)
+
+    return pump
+
+
+def _draw_anew(right: Patched) -> Patched:
+    def schedule(seq: Sequence, *rest: object) -> ScheduledSequence:
+        part = right(seq, *rest)
+        assert isinstance(part, ScheduledSequence)
+        before = seq.spec.num_known - seq.spec.num_prompt_tokens
+        return replace(part, seed_position=part.seed_position - before) if part.sample else part
+
+    return schedule
+
+
+def _oldest_gives_way(_: Patched) -> Patched:
+    def choose_victim(decoding: Iterable[Sequence], max_preempt: int) -> Sequence | None:
+        return min((seq for seq in decoding if not seq.steps_in_flight and not seq.pins), key=rank, default=None)
+
+    return choose_victim
+
+
+def _uncounted(right: Patched) -> Patched:
+    def job(self: Planner, request: Request, plan: object, now: float) -> object:
+        return msgspec.structs.replace(right(self, request, plan, now), times_preempted=0)  # type: ignore[type-var]
+
+    return job
+
+
+STEP_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("one position too many counts as cached", "19", Admission, "acquire", _one_more_cached),
+    Mutation("held KV does not go with the list", "22", JobTable, "drop", _keep_held, "full"),
+    Mutation("pieces carry what is there already", "23", HandoverSender, "on_granted", _all_lacked),
+    Mutation("a failed hand-over moves nothing", "27", Reports, "_on_handover_failed", nothing, "full"),
+    Mutation("what is owned gives way to a better class", "28", Reservations, "_make_room", _take_back_owned, "full"),
+    Mutation("a refusal counts as a loss", "34", RequestTable, "setback", _costly_setback, "full"),
+    Mutation("what ends its nodes is tried again and again", "34", RequestTable, "loss", _no_crash, "killers"),
+    Mutation("an engine waits for a worker that is slow", "30", NodeCore, "_pump", _wait_for_workers, "stalls"),
+    Mutation("the draw begins anew with each attempt", "32", batch, "_schedule", _draw_anew, "crashes"),
+    Mutation(
+        "the best one gives its blocks back",
+        "36",
+        planner,
+        "choose_victim",
+        _oldest_gives_way,
+        "preemption",
+    ),
+    Mutation("preemptions are not counted", "36", Planner, "job", _uncounted, "preemption"),
+)
