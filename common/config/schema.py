@@ -133,6 +133,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tokens computed in one step, prefill chunks and decode tokens together: how finely a long prompt is cut."""
     max_running: Positive = 128
     """Requests that a node computes at the same time; never more than max_step_tokens."""
+    share_weights: bool = True
+    """Keep packed weights in the user's cache directory, where all nodes of a host map them and the next start finds
+    them; the files of the last four models stay. For CPUs with native ops, models of 64 MiB or more, and weights that
+    are not quantised."""
     prefix_cache: bool = True
     """Keep finished blocks, and take them again for prompts that begin alike."""
     checksum: bool = True

@@ -126,6 +126,27 @@ class FusedLayers(Protocol):
         ...
 
 
+class PackedForm(Protocol):
+    """Ops whose packed weights are plain bytes that can be kept in a file and used by several processes."""
+
+    packing: str
+    """Names the way of packing: equal only where the bytes are."""
+
+    def packed_bytes(self, out: int, inputs: int, dtype: torch.dtype) -> int | None:
+        """Of a packed [out, inputs] weight; None for one that is not packed this way."""
+        ...
+
+    def pack_linear_into(self, memory: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """As `Ops.pack_linear`, into these packed_bytes."""
+        ...
+
+    def packed_linear(
+        self, memory: Tensor, out: int, inputs: int, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Linear:
+        """Over what `pack_linear_into` once left in such memory."""
+        ...
+
+
 class Ops(Protocol):
     """The fused operations of a model step. Shapes: T tokens, H query heads, K kv heads, D head size."""
 
@@ -134,6 +155,10 @@ class Ops(Protocol):
 
         ConfigError when the device does not offer that scheme.
         """
+        ...
+
+    def packed_form(self) -> PackedForm | None:
+        """None where packed weights cannot be kept."""
         ...
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:

@@ -10,7 +10,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.device import cpu_attention, cpu_linear, quantized_linear
-from common.device.base import AttentionMetadata, Experts, FusedLayers, GatedLayer, LayerShape, Linear, PerHead
+from common.device.base import (
+    AttentionMetadata,
+    Experts,
+    FusedLayers,
+    GatedLayer,
+    LayerShape,
+    Linear,
+    PackedForm,
+    PerHead,
+)
 from common.device.experts import LoopedExperts
 from common.device.quantize import WeightScheme
 
@@ -28,6 +37,10 @@ class CpuOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """Pack a [out, in] weight once; the caller may drop the original."""
         return cpu_linear.pack(weight, bias) if scheme is None else quantized_linear.pack(weight, bias, scheme)
+
+    def packed_form(self) -> PackedForm | None:
+        """The library's own, which is opaque."""
+        return None
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
         """float32 where the CPU multiplies bfloat16 in that."""

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.device import quantized_linear
-from common.device.base import AttentionMetadata, Experts, FusedLayers, GatedLayer, LayerShape, Linear, PerHead
+from common.device.base import (
+    AttentionMetadata,
+    Experts,
+    FusedLayers,
+    GatedLayer,
+    LayerShape,
+    Linear,
+    PackedForm,
+    PerHead,
+)
 from common.device.experts import LoopedExperts
 from common.device.paged import write_paged_tokens
 from common.device.quantize import WeightScheme
@@ -25,6 +34,10 @@ class TorchOps:
         if scheme is not None:
             return quantized_linear.pack(weight, bias, scheme)
         return lambda x: functional.linear(x, weight, bias)
+
+    def packed_form(self) -> PackedForm | None:
+        """The library's own, which is opaque."""
+        return None
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
         """As it is."""

@@ -183,9 +183,13 @@ def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> 
     """This rank's rows. The embedding's again when tied, whether or not the checkpoint carries a copy."""
     if config.tie_word_embeddings:
         loader.weights.skip("lm_head.weight")
-        return loader.ops.pack_linear(embedding, None, loader.head_scheme)
-    rows = loader.vocabulary("lm_head.weight", config.vocab_size, config.hidden_size)
-    return loader.ops.pack_linear(rows, None, loader.head_scheme)
+        return loader.packed(
+            ["lm_head.weight"], (len(embedding), config.hidden_size), lambda: embedding, None, loader.head_scheme
+        )
+    return loader.packed(
+        ["lm_head.weight"], (len(embedding), config.hidden_size),
+        lambda: loader.vocabulary("lm_head.weight", config.vocab_size, config.hidden_size), None, loader.head_scheme,
+    )  # fmt: skip
 
 
 def _load_frequencies(config: ModelConfig, weights: TrackedWeights) -> Tensor:

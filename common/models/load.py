@@ -1,5 +1,6 @@
 """From a path to a model on a device: a HuggingFace directory or a GGUF file. The one place that reads checkpoints."""
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from common.models.footprint import Footprint, footprint
 from common.models.gguf_config import read_gguf_config
 from common.models.hf_config import read_hf_config
 from common.models.identity import model_identity
+from common.models.packed_store import SUFFIX, PackedStore, open_store
 from common.models.registry import family
 from common.models.weights import TrackedWeights, WeightSource
 from common.models.weights_gguf import GgufWeights
@@ -29,6 +31,8 @@ from common.tokenizer.gguf_header import read_gguf_header
 
 DtypeName = Literal["float32", "bfloat16"]
 _DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LEAST_KEPT_BYTES = 64 << 20
+"""Smaller models are packed in no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +71,15 @@ def load_model(
     collectives: Collectives = ALONE,
     before: Callable[[Footprint], None] = lambda footprint: None,
     scheme: WeightScheme | None = None,
+    packed_dir: Path | None = None,
 ) -> LoadedModel:
     """Load, convert and pack a checkpoint, or one rank's part of it.
 
     `dtype`: None takes the checkpoint's own, bfloat16 for GGUF. `max_model_len`: None takes the model's own limit.
     `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. `before` is told
     what the model will take before any of it is read, and may refuse it by raising. `scheme`: projections, experts and
-    head in fewer bits; embedding, norms and routers stay as they are. Raises ModelLoadError.
+    head in fewer bits; embedding, norms and routers stay as they are. `packed_dir`: where packed weights
+    are kept for other nodes of this host and later starts, without a scheme; None: nowhere. Raises ModelLoadError.
     """
     checkpoint = _open(path)
     config = checkpoint.config
@@ -81,11 +87,15 @@ def load_model(
     torch_dtype = _resolve_dtype(config, dtype)
     length = _resolve_length(config, max_model_len)
     name = model_name or path.resolve().stem
+    identity = model_identity(config, checkpoint.files, scheme)
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
-        before(footprint(config, source, device.ops, torch_dtype, collectives.shard.size, scheme))
-        weights = TrackedWeights(source, tick)
-        model = model_class.load(config, weights, device, torch_dtype, collectives, scheme)
-        weights.refuse_rest()
+        needed = footprint(config, source, device.ops, torch_dtype, collectives.shard.size, scheme)
+        before(needed)
+        worth_it = packed_dir is not None and scheme is None and needed.weights >= _LEAST_KEPT_BYTES
+        with _store(packed_dir if worth_it else None, identity, checkpoint, device, torch_dtype, collectives) as store:
+            weights = TrackedWeights(source, tick, store)
+            model = model_class.load(config, weights, device, torch_dtype, collectives, scheme)
+            weights.refuse_rest()
     info = ModelInfo(
         name=name,
         vocab_size=config.vocab_size,
@@ -96,7 +106,34 @@ def load_model(
         default_do_sample=config.default_do_sample,
         tokenizer_path=checkpoint.tokenizer_path,
     )
-    return LoadedModel(model, config, info, model_identity(config, checkpoint.files, scheme), torch_dtype)
+    return LoadedModel(model, config, info, identity, torch_dtype)
+
+
+@contextmanager
+def _store(
+    directory: Path | None,
+    identity: str,
+    checkpoint: _Checkpoint,
+    device: Device,
+    dtype: torch.dtype,
+    collectives: Collectives,
+) -> Iterator[PackedStore | None]:
+    """Named by all that decides what the packed bytes are. The identity samples files, so their times count as well."""
+    form = device.ops.packed_form()
+    if directory is None or form is None:
+        yield None
+        return
+    stats = [file.stat() for file in checkpoint.files]
+    facts = (
+        identity,
+        form.packing,
+        str(dtype),
+        collectives.shard,
+        [(stat.st_size, stat.st_mtime_ns) for stat in stats],
+    )
+    name = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+    with open_store(directory / (name + SUFFIX)) as store:
+        yield store
 
 
 def _open(path: Path) -> _Checkpoint:

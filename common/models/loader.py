@@ -3,7 +3,7 @@
 Where a model is cut over ranks, a rank reads its part only, as far as the checkpoint's format lets it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,22 +53,48 @@ class WeightLoader:
 
         `split`: of each projection's outputs this rank has its part.
         """
-        return self.ops.pack_linear(*self.stacked(outputs, inputs, has_bias, split=split), self.scheme)
+        names = [f"{name}.weight" for name in outputs]
+        rows = sum(self._span(rows) if split else rows for rows in outputs.values())
+        bias = self._biases(outputs, split) if has_bias else None
+        return self.packed(names, (rows, inputs), lambda: self._weights(outputs, inputs, split), bias, self.scheme)
 
     def stacked(
         self, outputs: dict[str, int], inputs: int, has_bias: bool, *, split: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The weight and bias of `linear`, not packed."""
-        axis = 0 if split else None
-        weights = [self.tensor(f"{name}.weight", rows, inputs, split=axis) for name, rows in outputs.items()]
-        biases = [self.tensor(f"{name}.bias", rows, split=axis) for name, rows in outputs.items()] if has_bias else []
-        return joined(weights), joined(biases) if biases else None
+        return self._weights(outputs, inputs, split), self._biases(outputs, split) if has_bias else None
 
     def partial_linear(self, name: str, rows: int, inputs: int, has_bias: bool) -> Linear:
         """A packed linear of this rank's part of the inputs. The sum of all ranks' results is the whole one's."""
-        weight = self.tensor(f"{name}.weight", rows, inputs, split=1)
+        weight = f"{name}.weight"
         bias = self.tensor(f"{name}.bias", rows) if has_bias else None
-        return self.ops.pack_linear(weight, bias if self.shard.is_first else None, self.scheme)
+        return self.packed(
+            [weight], (rows, self._span(inputs)), lambda: self.tensor(weight, rows, inputs, split=1),
+            bias if self.shard.is_first else None, self.scheme,
+        )  # fmt: skip
+
+    def packed(
+        self,
+        names: Sequence[str],
+        shape: tuple[int, int],
+        read: Callable[[], Tensor],
+        bias: Tensor | None = None,
+        scheme: WeightScheme | None = None,
+    ) -> Linear:
+        """A weight of this shape (out, in), which `read` takes and which consists of `names`, packed.
+
+        Where an earlier load, of this or another process, left it packed, nothing is read. With a scheme none does.
+        """
+        form, store = self.ops.packed_form(), self.weights.packed
+        size = None if form is None or scheme is not None else form.packed_bytes(*shape, self.dtype)
+        if form is None or store is None or size is None:
+            return self.ops.pack_linear(read(), bias, scheme)
+        memory, is_filled = store.take("+".join(names), size)
+        if not is_filled:
+            return form.pack_linear_into(memory, read(), bias)
+        for name in names:
+            self.weights.take_packed(name)
+        return form.packed_linear(memory, *shape, self.dtype, bias)
 
     def summed(self, part: Linear) -> Linear:
         """`part` with the sum over all ranks behind it."""
@@ -76,6 +102,19 @@ class WeightLoader:
             return part
         collectives = self.collectives
         return lambda x: collectives.sum(part(x))
+
+    def _weights(self, outputs: dict[str, int], inputs: int, split: bool) -> Tensor:
+        axis = 0 if split else None
+        return joined([self.tensor(f"{name}.weight", rows, inputs, split=axis) for name, rows in outputs.items()])
+
+    def _biases(self, outputs: dict[str, int], split: bool) -> Tensor:
+        axis = 0 if split else None
+        return joined([self.tensor(f"{name}.bias", rows, split=axis) for name, rows in outputs.items()])
+
+    def _span(self, total: int) -> int:
+        """How much of `total` this rank has."""
+        start, end = self.shard.span(total)
+        return end - start
 
     def vocabulary(self, name: str, vocab_size: int, columns: int) -> Tensor:
         """This rank's rows of a [vocab, columns] tensor, filled up with zeros so that all ranks have as many."""

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from common.errors import ModelLoadError
+from common.models.packed_store import PackedStore
 
 ROPE_FACTORS = "rope_freqs.weight"
 """GGUF files of Llama 3.1 and later carry the stretching of the rotary frequencies as this tensor."""
@@ -44,8 +45,10 @@ class WeightSource(Protocol):
 class TrackedWeights:
     """A source that knows what was taken. What remains means that the model is not what we took it for."""
 
-    def __init__(self, source: WeightSource, on_taken: Callable[[], None]) -> None:
+    def __init__(self, source: WeightSource, on_taken: Callable[[], None], packed: PackedStore | None = None) -> None:
+        """`packed`: where packed weights are kept, and found when an earlier load left them."""
         self._source = source
+        self.packed = packed
         self._left = set(source.names())
         self._on_taken = on_taken
 
@@ -68,6 +71,12 @@ class TrackedWeights:
     def skip(self, name: str) -> None:
         """Count a tensor as taken without reading it: a copy of something that was read or can be computed."""
         self._left.discard(name)
+
+    def take_packed(self, name: str) -> None:
+        """It was found packed."""
+        if name in self._left:
+            self.skip(name)
+            self._on_taken()
 
     def skip_below(self, prefix: str) -> None:
         """Count every tensor whose name begins so as taken: a part of the model that is not used."""

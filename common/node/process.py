@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from common.cache import cache_dir
 from common.clock import MonotonicClock
 from common.config.host import probe_host
 from common.config.resolve import NodeSettings, resolve_node
@@ -101,6 +102,7 @@ def _build(
             max_model_len=settings.max_model_len,
             model_name=config.model.name or None,
             progress=os.isatty(2),
+            packed_dir=cache_dir() / "packed" if config.node.share_weights else None,
             before=lambda footprint: demand_memory(footprint, settings, device),
             scheme=_scheme(config),
             collectives=ALONE if team is None else team.collectives,

@@ -7,16 +7,17 @@ in another order than longer ones, so there it may differ in the last bits).
 
 from collections.abc import Sequence
 from ctypes import CDLL
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, FusedLayers, GatedLayer, LayerShape, Linear
+from common.device.base import AttentionMetadata, FusedLayers, GatedLayer, LayerShape, Linear, PackedForm
 from common.device.cpu_ops import CpuOps
 from common.device.native.batch import NativeBatch
 from common.device.native.layers import NativeLayers, can_fuse
 from common.device.native.linear import DTYPES, HEAD_MULTIPLE, NativeLinear
-from common.device.native.panels import pack, pack_quantized
+from common.device.native.panels import pack, pack_quantized, packed_before, packed_bytes
 from common.device.quantize import WeightScheme, quantize
 
 
@@ -26,6 +27,7 @@ class NativeOps(CpuOps):
     def __init__(self, library: CDLL) -> None:
         super().__init__()
         self.library = library
+        self.packing = f"native-{Path(library._name).parent.name}"
         self._batch: NativeBatch | None = None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
@@ -34,6 +36,26 @@ class NativeOps(CpuOps):
             return super().pack_linear(weight, bias, scheme)
         packed = pack(self.library, weight) if scheme is None else pack_quantized(quantize(weight, scheme))
         return NativeLinear(self.library, weight.dtype, packed, bias)
+
+    def packed_form(self) -> PackedForm | None:
+        """These ops."""
+        return self
+
+    def packed_bytes(self, out: int, inputs: int, dtype: torch.dtype) -> int | None:
+        """Of a packed [out, inputs] weight; None for other dtypes."""
+        if dtype not in DTYPES or not out * inputs:
+            return None
+        return packed_bytes(self.library, out, inputs, dtype)
+
+    def pack_linear_into(self, memory: Tensor, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """As `pack_linear`, into these packed_bytes."""
+        return NativeLinear(self.library, weight.dtype, pack(self.library, weight, memory), bias)
+
+    def packed_linear(
+        self, memory: Tensor, out: int, inputs: int, dtype: torch.dtype, bias: Tensor | None = None
+    ) -> Linear:
+        """Over what `pack_linear_into` once left in such memory."""
+        return NativeLinear(self.library, dtype, packed_before(self.library, memory, out, inputs, dtype), bias)
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
         """Packed in its own dtype."""

@@ -35,14 +35,27 @@ class Panels:
     """[outputs] float32: what each column's sums are multiplied by."""
 
 
-def pack(library: CDLL, weight: Tensor) -> Panels:
-    """weight [out, in], float32 or bfloat16; it is not kept."""
+def packed_bytes(library: CDLL, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+    """Of a packed weight, float32 or bfloat16."""
+    return int(library.kvf_packed_bytes(outputs, inputs, int(dtype == torch.bfloat16)))
+
+
+def pack(library: CDLL, weight: Tensor, memory: Tensor | None = None) -> Panels:
+    """weight [out, in], float32 or bfloat16, into `memory` of packed_bytes or its own; the weight is not kept."""
     outputs, inputs = weight.shape
-    is_bf16 = int(weight.dtype == torch.bfloat16)
-    memory = torch.empty(library.kvf_packed_bytes(outputs, inputs, is_bf16), dtype=torch.uint8)
-    source = weight.contiguous()
+    if memory is None:
+        memory = torch.empty(packed_bytes(library, outputs, inputs, weight.dtype), dtype=torch.uint8)
+    panels, source = packed_before(library, memory, outputs, inputs, weight.dtype), weight.contiguous()
+    is_bf16 = int(panels.kind is Kind.BFLOAT16)
     library.kvf_pack(source.data_ptr(), outputs, inputs, is_bf16, memory.data_ptr(), torch.get_num_threads())
-    return Panels(outputs, inputs, Kind.BFLOAT16 if is_bf16 else Kind.FLOAT32, memory)
+    return panels
+
+
+def packed_before(library: CDLL, memory: Tensor, outputs: int, inputs: int, dtype: torch.dtype) -> Panels:
+    """What `pack` once left in `memory`, which is kept. ValueError where that cannot be such a weight."""
+    if memory.dtype != torch.uint8 or memory.numel() != packed_bytes(library, outputs, inputs, dtype):
+        raise ValueError(f"{memory.numel()} packed bytes are no {dtype} weight [{outputs}, {inputs}]")
+    return Panels(outputs, inputs, Kind.BFLOAT16 if dtype == torch.bfloat16 else Kind.FLOAT32, memory)
 
 
 def pack_quantized(weight: Quantized) -> Panels:
