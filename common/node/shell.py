@@ -50,6 +50,8 @@ TICK_S = 0.05
 MAX_RECEIVED_PER_TURN = 5000
 """Messages taken in before the clock is looked at again."""
 ENGINE_STOP_S = 20.0
+FAILED_ENGINE_STOP_S = 1.0
+"""When the engine failed or is stuck, or a rank is gone that it waits for: nothing it may still do is worth more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ class NodeShell:
                 next_tick = now + TICK_S
 
     def _close(self) -> None:
-        self._engine.stop(ENGINE_STOP_S)
+        failed = self._exit is None or self._exit.code != 0
+        self._engine.stop(FAILED_ENGINE_STOP_S if failed else ENGINE_STOP_S)
         self._kv.close()
         self._links.close_all()
         self._loop.remove(self._wakeup)

@@ -118,7 +118,6 @@ class RankAgent:
             device=device,
             dtype=cast(DtypeName | None, spec.dtype),
             scheme=cast(WeightScheme | None, spec.scheme),
-            max_model_len=spec.settings.max_model_len,
             progress=False,
             collectives=self._collectives,
         )

@@ -18,16 +18,22 @@ from tqdm import tqdm
 
 from common.device.base import Device
 from common.device.quantize import WeightScheme
+from common.device.select import select_device
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
+from common.ids import new_incarnation
 from common.models.config import ModelConfig
-from common.models.load import DtypeName, LoadedModel, load_model
+from common.models.load import LoadedModel, load_model
+from common.parallel.collectives import ALONE
+from common.ranks.runner import LeadRunner
+from common.ranks.team import RankTeam
 from common.sampling_params import SamplingParams
 from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
 from ops.bench.limits import MachineLimits, measure_limits, step_needs
 from ops.bench.peers.run import PeerOutcome
 from ops.bench.peers.spec import PeerTask
+from ops.bench.ranks import Weights, make_team
 from ops.bench.report import EngineReport, Machine, PeerReport, Rate
 
 PROMPTS = (128, 512, 2048)
@@ -42,13 +48,18 @@ _GREEDY = SamplingParams(max_new_tokens=1)
 class EngineBench:
     """One model on one device, with a cache that holds the largest case."""
 
-    def __init__(self, loaded: LoadedModel, device: Device) -> None:
-        """Allocates the cache."""
+    def __init__(self, loaded: LoadedModel, device: Device, team: RankTeam | None = None) -> None:
+        """Allocates the cache. `loaded` is rank 0's part where there is a team, which begins here."""
         tokens = max(*PROMPTS, *(batch * (CONTEXT + _DECODE_STEPS + _BLOCK_SIZE) for batch in BATCHES))
         self._block_size = device.supported_block_size(_BLOCK_SIZE)
         blocks = -(-tokens // self._block_size) + len(BATCHES) * max(BATCHES)
         self._cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, self._block_size)
-        self._runner = ModelRunner(loaded.model, self._cache, Sampler(loaded.config.vocab_size), device)
+        own = ModelRunner(loaded.model, self._cache, Sampler(loaded.config.vocab_size), device)
+        self._runner: ModelRunner | LeadRunner = own
+        if team is not None:
+            team.wait_loaded()
+            team.begin(new_incarnation(), blocks, device)
+            self._runner = LeadRunner(own, team.pass_on)
         self._vocab = loaded.config.vocab_size
         self._random = random.Random(1)
         self._ids, self._steps = count(1), count(1)
@@ -152,13 +163,37 @@ class EngineRun:
         return PeerReport(outcome.name, "", times.version, prefill, decode, times.ready_s, times.rss_mb)
 
 
-def run_bench(
-    path: Path, device: Device, dtype: DtypeName | None, scheme: WeightScheme | None, name: str, progress: bool
+def run_bench(path: Path, threads: int, weights: Weights, name: str, progress: bool, ranks: int = 1) -> EngineRun:
+    """Load the model, measure every case and the machine, on the CPU. Raises ModelLoadError.
+
+    Several ranks share the threads; the machine is measured with all of them.
+    """
+    if ranks == 1:
+        return _run(path, threads, threads, weights, name, progress, None)
+    team = make_team(path, ranks, weights, threads, _BLOCK_SIZE)
+    try:
+        team.start()
+        return _run(path, max(1, threads // ranks), threads, weights, name, progress, team)
+    finally:
+        team.close()
+
+
+def _run(
+    path: Path,
+    rank_threads: int,
+    threads: int,
+    weights: Weights,
+    name: str,
+    progress: bool,
+    team: RankTeam | None,
 ) -> EngineRun:
-    """Load the model, measure every case and the machine. Raises ModelLoadError."""
+    device = select_device("cpu", rank_threads)
     device.activate_thread()
-    loaded = load_model(path, device=device, dtype=dtype, progress=progress, scheme=scheme)
-    bench = EngineBench(loaded, device)
+    collectives = ALONE if team is None else team.collectives
+    loaded = load_model(
+        path, device=device, dtype=weights.dtype, scheme=weights.scheme, progress=progress, collectives=collectives
+    )
+    bench = EngineBench(loaded, device, team)
     ready_s = time.time() - psutil.Process().create_time()
     # Prompts longer than the model can take are left out.
     prompts = [length for length in PROMPTS if length <= loaded.info.max_model_len]
@@ -171,13 +206,15 @@ def run_bench(
             seconds["decode", batch] = bench.decode(batch)
             bar.update()
         rss_mb = psutil.Process().memory_info().rss / 1e6
+        torch.set_num_threads(threads)
         limits = measure_limits(device.ops, loaded.dtype)
         bar.update()
     report = EngineReport(
         model=name,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        quantization=scheme or "none",
-        threads=torch.get_num_threads(),
+        quantization=weights.scheme or "none",
+        threads=threads,
+        ranks=1 if team is None else team.size,
         ops=type(device.ops).__name__,
         machine=Machine(round(limits.read_gb_s, 2), round(limits.matmul_gflop_s, 1)),
         prefill={},
@@ -185,7 +222,7 @@ def run_bench(
         ready_s=round(ready_s, 2),
         rss_mb=round(rss_mb),
     )
-    run = EngineRun(report, loaded.config, loaded.dtype, scheme, limits)
+    run = EngineRun(report, loaded.config, loaded.dtype, weights.scheme, limits)
     return replace(
         run,
         report=msgspec.structs.replace(

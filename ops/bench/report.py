@@ -46,6 +46,8 @@ class EngineReport(msgspec.Struct, frozen=True):
     ready_s: float
     """From the start of the process until the model was loaded and its cache allocated."""
     rss_mb: int
+    ranks: int = 1
+    """Processes that shared the threads and the model; figures of memory are of the first one."""
     peers: list[PeerReport] | None = None
     """None: not asked for."""
 
@@ -53,7 +55,8 @@ class EngineReport(msgspec.Struct, frozen=True):
 def table(report: EngineReport) -> Iterator[str]:
     """Lines for people."""
     weights = "" if report.quantization == "none" else f"weights {report.quantization}  "
-    yield f"{report.model}  {report.dtype}  {weights}{report.threads} threads  {report.ops}"
+    ranks = f"  over {report.ranks} ranks" if report.ranks > 1 else ""
+    yield f"{report.model}  {report.dtype}  {weights}{report.threads} threads{ranks}  {report.ops}"
     machine = report.machine
     yield f"machine    reads {machine.read_gb_s:.1f} GB/s, multiplies {machine.matmul_gflop_s:.0f} GFLOP/s"
     for kind, unit, rates in (("prefill", "tokens", report.prefill), ("decode", "at once", report.decode)):

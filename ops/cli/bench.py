@@ -31,6 +31,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
     engine.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="cut the model over N processes, which share the threads"
+    )
+    engine.add_argument(
         "--peers",
         action="store_true",
         help="also transformers, openvino-genai and xllamacpp (llama.cpp), where installed; installs nothing",
@@ -49,28 +52,29 @@ def run(args: argparse.Namespace) -> int:
     scheme = None if args.quantization == "none" else args.quantization
     if scheme is not None and args.peers:
         raise ConfigError("--peers compares engines with full weights: leave --quantization out")
+    if args.tp < 1:
+        raise ConfigError(f"--tp: expected a number of ranks from 1 on, got {args.tp}")
     threads = args.threads or probe_host().cores
     set_thread_variables(threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
     import msgspec
 
-    from common.device.select import select_device
     from ops import model_store
     from ops.bench.engine import run_bench
     from ops.bench.peers.comparison import compare, comparison_table
     from ops.bench.peers.run import installed, measure_peers
+    from ops.bench.ranks import Weights
     from ops.bench.report import table
 
     path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
     if not path.exists():
         raise ModelLoadError(f"--model: {path} is not there")
     name = path.resolve().stem if args.model else model_store.MODEL_NAME
-    device = select_device("cpu", threads)
     progress = sys.stderr.isatty()
     peers = installed([sys.executable, *args.peer_python]) if args.peers else {}
-    dtype = None if args.dtype == "auto" else args.dtype
-    done = run_bench(path, device, dtype, scheme, name, progress)
+    weights = Weights(None if args.dtype == "auto" else args.dtype, scheme)
+    done = run_bench(path, threads, weights, name, progress, args.tp)
     if not args.peers:
         print(msgspec.json.encode(done.report).decode() if args.json else "\n".join(table(done.report)))
         return DONE

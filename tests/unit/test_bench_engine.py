@@ -68,6 +68,25 @@ def test_every_case_is_reported(
     assert "of the limit" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_model_cut_over_ranks_is_measured_and_one_that_cannot_be_is_refused(
+    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine, "PROMPTS", (8,))
+    monkeypatch.setattr(engine, "BATCHES", (2,))
+    monkeypatch.setattr(engine, "CONTEXT", 20)
+    arguments = ["bench", "engine", "--model", str(tmp_path), "--dtype", "float32", "--threads", "1", "--json"]
+    assert main([*arguments, "--tp", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"] == 2
+    assert report["prefill"]["8"]["tok_s"] > 0
+    assert report["decode"]["2"]["tok_s"] > 0
+    assert main([*arguments, "--tp", "4"]) != 0
+    assert "num_attention_heads is 6, which does not divide by 4" in capsys.readouterr().err
+    assert main([*arguments, "--tp", "0"]) != 0
+    assert "--tp" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--model", str(tmp_path / "none")]) != 0
     assert "none" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""The other ranks of `kvferry bench engine --tp N`: the processes that a node would have, led by the benchmark."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.host import probe_host
+from common.config.resolve import resolve_node
+from common.config.schema import ClusterConfig, NodeConfig
+from common.device.quantize import WeightScheme
+from common.models.load import DtypeName
+from common.ranks.messages import RankSpec
+from common.ranks.team import RankTeam
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """How the model's weights are held."""
+
+    dtype: DtypeName | None
+    """None: the checkpoint's own."""
+    scheme: WeightScheme | None
+    """None: as they are."""
+
+
+def make_team(path: Path, size: int, weights: Weights, threads: int, block_size: int) -> RankTeam:
+    """A team on the CPU, not started: `threads` are shared by its ranks."""
+    config = ClusterConfig(node=NodeConfig(tensor_parallel=size, threads=threads, block_size=block_size))
+    spec = RankSpec(
+        size=size,
+        model_path=str(path),
+        dtype=weights.dtype,
+        scheme=weights.scheme,
+        settings=resolve_node(config, "prefill", probe_host()),
+        limits=config.limits,
+        timers=config.timers,
+        log=config.log,
+        security=config.security,
+    )
+    return RankTeam(spec, logging.getLogger("kvferry.bench"))
