@@ -51,6 +51,8 @@ START_TIMEOUT_S = 600.0
 """Until a rank has loaded its part: the largest models take minutes."""
 QUIT_TIMEOUT_S = 5.0
 FLUSH_S = 0.01
+ENDING_S = 0.05
+"""Between a process's connections and its end when it is killed; long enough nearly always."""
 _BIND = "tcp://127.0.0.1:*"
 
 
@@ -249,9 +251,9 @@ class RankTeam:
                 self._listener.on_rank_event(child.rank, event)
             return
         if isinstance(message, Failed):
-            # It may have failed because another one ended, which is what somebody wants to read.
+            # It may have failed because another one is ending, which is what somebody wants to read.
             for other in self._children.values():
-                if other.process.poll() is not None:
+                if other is not child and _ends_within(other.process, ENDING_S):
                     self._on_end(other)
             self._lose(f"rank {child.rank}: {message.reason}")
             return
