@@ -57,6 +57,33 @@ static inline int64_t units(int64_t k) {
 
 typedef F<kLanes> Acc;
 
+// Sums that are handed over stay in registers only where the call is gone.
+#define KVFERRY_INLINE static inline __attribute__((always_inline))
+
+template <int ROWS, int PANELS>
+KVFERRY_INLINE void put_sums(const Acc (&acc)[ROWS][PANELS][kParts], float* out) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
+}
+
+// One value of k of every row times one row of every panel.
+template <int ROWS, int PANELS>
+KVFERRY_INLINE void add_products(Acc (&acc)[ROWS][PANELS][kParts], const Acc (&w)[PANELS][kParts], const float* left,
+                                int64_t left_stride) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) {
+    const Acc x = splat<kLanes>(left[r * left_stride]);
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
+  }
+}
+
 // left [ROWS] with a stride in values, right [PANELS] with a stride in units, `count` units of k -> out [ROWS][PANELS * 16]
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t count,
@@ -69,21 +96,9 @@ static inline void tile(const float* left, int64_t left_stride, const float* rig
     for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
       for (int i = 0; i < kParts; i++) w[p][i] = load<kLanes>(right + p * right_stride + k * kPanel + i * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      const Acc x = splat<kLanes>(left[r * left_stride + k]);
-#pragma GCC unroll 8
-      for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-        for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
-    }
+    add_products<ROWS, PANELS>(acc, w, left + k, left_stride);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
+  put_sums<ROWS, PANELS>(acc, out);
 }
 
 #if defined(__AVX512BF16__)
@@ -135,22 +150,10 @@ static inline void tile(const float* left, int64_t left_stride, const uint32_t* 
           const auto pair = load_raw<U<kLanes>>(right + p * right_stride + k * kPanel + i * kLanes);
           w[p][i] = (Acc)(odd ? pair & 0xffff0000u : pair << 16);
         }
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        const Acc x = splat<kLanes>(left[r * left_stride + 2 * k + odd]);
-#pragma GCC unroll 8
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-          for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
-      }
+      add_products<ROWS, PANELS>(acc, w, left + 2 * k + odd, left_stride);
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
+  put_sums<ROWS, PANELS>(acc, out);
 }
 
 #endif

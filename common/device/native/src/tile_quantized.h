@@ -71,13 +71,13 @@ constexpr int panels_at_once<Int4>(int rows) {
 typedef Simd<kLanes>::I Whole;
 typedef U<kLanes> Bits;
 
-static inline Acc float_of(Whole v) { return __builtin_convertvector(v, Acc); }
+KVFERRY_INLINE Acc float_of(Whole v) { return __builtin_convertvector(v, Acc); }
 
 // Value `at` (0 to 3) of each lane's four.
-static inline Acc int8_of(Bits four, int at) { return float_of((Whole)(four << (24 - 8 * at)) >> 24); }
+KVFERRY_INLINE Acc int8_of(Bits four, int at) { return float_of((Whole)(four << (24 - 8 * at)) >> 24); }
 
 // float16 to float32; the product shifts the exponent, so that subnormal numbers come out right too.
-static inline Acc half_of(const uint16_t* p) {
+KVFERRY_INLINE Acc half_of(const uint16_t* p) {
   const Bits h = __builtin_convertvector(load_raw<typename Simd<kLanes>::H>(p), Bits);
   const Acc size = (Acc)((h & 0x7fffu) << 13) * 0x1p112f;
   return (Acc)((Bits)size | (h & 0x8000u) << 16);
@@ -86,32 +86,9 @@ static inline Acc half_of(const uint16_t* p) {
 struct Affine {
   Acc scale, low;
   Affine() = default;
-  Affine(const Group4& group, int part) : scale(half_of(group.scale + part * kLanes)), low(half_of(group.low + part * kLanes)) {}
-  Acc of(Bits eight, int at) const { return float_of((Whole)((eight >> (4 * at)) & 15u)) * scale + low; }
+  __attribute__((always_inline)) Affine(const Group4& group, int part) : scale(half_of(group.scale + part * kLanes)), low(half_of(group.low + part * kLanes)) {}
+  __attribute__((always_inline)) Acc of(Bits eight, int at) const { return float_of((Whole)((eight >> (4 * at)) & 15u)) * scale + low; }
 };
-
-template <int ROWS, int PANELS>
-static inline void put_sums(const Acc (&acc)[ROWS][PANELS][kParts], float* out) {
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-      for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
-}
-
-template <int ROWS, int PANELS>
-static inline void add_products(Acc (&acc)[ROWS][PANELS][kParts], const Acc (&w)[PANELS][kParts], const float* left,
-                                int64_t left_stride) {
-#pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++) {
-    const Acc x = splat<kLanes>(left[r * left_stride]);
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-      for (int i = 0; i < kParts; i++) acc[r][p][i] += x * w[p][i];
-  }
-}
 
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const Four8* right, int64_t right_stride,
@@ -170,23 +147,23 @@ static inline void tile(const float* left, int64_t left_stride, const Group4* ri
 // Pairs of whole numbers, one pair a lane, the lower k in the lower half of it; and the sum of each lane's products.
 #if defined(__AVX512BW__)
 typedef __m512i Pairs;
-static inline Pairs pairs_of(const Two8* right) { return _mm512_cvtepi8_epi16(load_raw<__m256i>(right)); }
-static inline Pairs splat_pair(int32_t pair) { return _mm512_set1_epi32(pair); }
-static inline Whole dot(Pairs a, Pairs b) { return (Whole)_mm512_madd_epi16(a, b); }
+KVFERRY_INLINE Pairs pairs_of(const Two8* right) { return _mm512_cvtepi8_epi16(load_raw<__m256i>(right)); }
+KVFERRY_INLINE Pairs splat_pair(int32_t pair) { return _mm512_set1_epi32(pair); }
+KVFERRY_INLINE Whole dot(Pairs a, Pairs b) { return (Whole)_mm512_madd_epi16(a, b); }
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 typedef __m256i Pairs;
-static inline Pairs pairs_of(const Two8* right) { return _mm256_cvtepi8_epi16(load_raw<__m128i>(right)); }
-static inline Pairs splat_pair(int32_t pair) { return _mm256_set1_epi32(pair); }
-static inline Whole dot(Pairs a, Pairs b) { return (Whole)_mm256_madd_epi16(a, b); }
+KVFERRY_INLINE Pairs pairs_of(const Two8* right) { return _mm256_cvtepi8_epi16(load_raw<__m128i>(right)); }
+KVFERRY_INLINE Pairs splat_pair(int32_t pair) { return _mm256_set1_epi32(pair); }
+KVFERRY_INLINE Whole dot(Pairs a, Pairs b) { return (Whole)_mm256_madd_epi16(a, b); }
 #else
 typedef Whole Pairs;
-static inline Pairs pairs_of(const Two8* right) {
+KVFERRY_INLINE Pairs pairs_of(const Two8* right) {
   const Bits two = __builtin_convertvector(load_raw<typename Simd<kLanes>::H>(right), Bits);
   const Whole low = (Whole)(two << 24) >> 24, high = (Whole)(two << 16) >> 24;
   return (low & 0xffff) | (high << 16);
 }
-static inline Pairs splat_pair(int32_t pair) { return Whole{} + pair; }
-static inline Whole dot(Pairs a, Pairs b) { return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16); }
+KVFERRY_INLINE Pairs splat_pair(int32_t pair) { return Whole{} + pair; }
+KVFERRY_INLINE Whole dot(Pairs a, Pairs b) { return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16); }
 #endif
 
 // Strides of the left side count groups.
