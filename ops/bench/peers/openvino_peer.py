@@ -25,9 +25,13 @@ class OpenVinoPeer:
     def prompt(self, tokens: list[int]) -> float:
         """Until the request has ended with its one token."""
         start = time.perf_counter()
-        self._add(tokens, 1)
+        # A request whose handle is dropped is dropped itself.
+        handle = self._add(tokens, 1)
         self._finish()
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        if not handle.can_read():
+            raise RuntimeError("OpenVINO gave no token for a prompt")
+        return seconds
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
         """Timed from when all prompts are computed; a step before those may still have had one."""
