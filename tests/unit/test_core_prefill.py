@@ -511,6 +511,8 @@ def test_workers_are_not_compared_but_prefill_nodes_are(bench):
     stranger = Incarnation("8" * 32)
     wrong = replace(hello, compatibility=replace(COMPATIBILITY, block_size=8))
     assert said(bench.tell(stranger, wrong, 0.1), HelloRefused)[0].reason == "block_size: 4 != 8"
+    more_ranks = replace(hello, compatibility=replace(COMPATIBILITY, tensor_parallel=2))
+    assert said(bench.tell(stranger, more_ranks, 0.1), HelloRefused)[0].reason == "tensor_parallel: 1 != 2"
     old = replace(hello, kind="worker", compatibility=None, protocol_version=0)
     assert said(bench.tell(stranger, old, 0.2), HelloRefused)[0].reason == "protocol_version: 1 != 0"
     assert stranger not in bench.core.clients.clients

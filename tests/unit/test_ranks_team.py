@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from common.ids import new_incarnation
-from common.ranks.messages import ForgetKv
+from common.ranks.messages import ExpectKv, ForgetKv
 from common.ranks.team import RankLostError, RankTeam
 from tests.support.kv_memory import key_between
 from tests.support.rank_team import LOG, running_team, spec_of
@@ -68,14 +68,23 @@ def test_the_engine_over_three_processes_and_its_end_when_one_is_killed(tmp_path
     assert reason == f"rank 1 (process {first.pid}) was killed by SIGKILL" or reason.startswith("rank 2: ")
 
 
-def test_a_call_to_a_lost_team_comes_back(tmp_path: Path) -> None:
+def test_a_call_waits_for_every_rank_and_comes_back_from_a_lost_team(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
+    key = key_between(new_incarnation(), new_incarnation())
     with running_team(tmp_path, 2) as (team, _, heard):
         (rank,) = ranks_of(os.getpid())
         rank.suspend()
+        caller = threading.Thread(target=team.call, args=(lambda call: ExpectKv(call, key, (1, 2), 0),))
+        caller.start()
+        caller.join(0.3)
+        assert caller.is_alive(), "it came back although the rank does nothing"
+        rank.resume()
+        caller.join()
+        assert heard.lost == []
+        rank.suspend()
         killer = threading.Timer(0.2, rank.kill)
         killer.start()
-        team.call(lambda call: ForgetKv(call, key_between(new_incarnation(), new_incarnation())))
+        team.call(lambda call: ForgetKv(call, key))
         killer.join()
     assert len(heard.lost) == 1
 
