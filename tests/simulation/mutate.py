@@ -79,6 +79,12 @@ def outcomes(numbers: Sequence[int], at_most: int, jobs: int) -> Iterator[Outcom
             yield Outcome(MUTATIONS[number], seed, told)
 
 
+def page(found: Sequence[Outcome]) -> str:
+    """The page of docs, by rule."""
+    ordered = sorted(found, key=lambda outcome: int(outcome.mutation.rule))
+    return _HEAD + "\n".join(outcome.row for outcome in ordered) + "\n"
+
+
 def main(argv: list[str]) -> int:
     """Print the table; 1 when a defect was not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutate", description=__doc__)
@@ -88,14 +94,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args(argv)
     numbers = [number for number, mutation in enumerate(MUTATIONS) if arguments.only in mutation.name]
-    rows, missed = [], 0
+    found: list[Outcome] = []
     for outcome in outcomes(numbers, arguments.seeds, arguments.jobs):
-        missed += outcome.seed is None
-        rows.append((int(outcome.mutation.rule), outcome.row))
+        found.append(outcome)
         say(outcome.row)
-    say(f"{len(rows)} defects, {missed} not caught")
+    missed = sum(outcome.seed is None for outcome in found)
+    say(f"{len(found)} defects, {missed} not caught")
     if arguments.table and not missed and not arguments.only:
-        PAGE.write_text(_HEAD + "\n".join(row for _, row in sorted(rows, key=lambda row: row[0])) + "\n")
+        PAGE.write_text(page(found))
     return 1 if missed else 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from common.ids import Incarnation, TransferKey
-from common.scheduling import batch, planner
+from common.scheduling import batch, room
 from common.scheduling.admission import Admission
 from common.scheduling.preemption import rank
 from common.scheduling.sequence import Sequence
@@ -96,7 +96,7 @@ def _draw_anew(right: Patched) -> Patched:
 
 
 def _oldest_gives_way(_: Patched) -> Patched:
-    def choose_victim(decoding: Iterable[Sequence], max_preempt: int) -> Sequence | None:
+    def choose_victim(decoding: Iterable[Sequence], *_: object) -> Sequence | None:
         return min((seq for seq in decoding if not seq.steps_in_flight and not seq.pins), key=rank, default=None)
 
     return choose_victim
@@ -122,7 +122,7 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "the best one gives its blocks back",
         "36",
-        planner,
+        room,
         "choose_victim",
         _oldest_gives_way,
         "preemption",
