@@ -38,7 +38,7 @@ def test_a_defect_that_does_not_fit_is_no_catch():
     assert seed == 0
     assert told.startswith("Violation")
     with pytest.raises(TypeError, match="transfer slots are not given"):
-        first_catch(replace(easy, make=lambda _: lambda: []), 1)
+        first_catch(replace(easy, make=lambda _: list), 1)
 
 
 def test_a_missed_defect_is_told_and_leaves_the_page_alone(capsys):
