@@ -13,6 +13,7 @@ from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.models.load import LoadedModel
+from common.parallel.collectives import ALONE, Collectives
 from common.sampling_params import SamplingParams
 from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
@@ -46,6 +47,7 @@ class EngineDriver:
         blocks: int = 256,
         block_size: int = 4,
         host_blocks: int = 0,
+        collectives: Collectives = ALONE,
     ) -> None:
         # One thread: small models gain nothing from more, and lose much where other processes want the cores too.
         device = device or CpuDevice(1)
@@ -53,7 +55,7 @@ class EngineDriver:
         self.cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
         self.sampler = Sampler(loaded.config.vocab_size)
         self.host_cache = HostCache(device, self.cache, host_blocks)
-        self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device, self.host_cache)
+        self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device, self.host_cache, collectives)
         self._free = list(range(blocks))
         random.Random(5).shuffle(self._free)
         self._seq_ids, self._step_ids = count(1), count(1)
@@ -76,6 +78,10 @@ class EngineDriver:
 
     def finish(self, sequence: Sequence) -> None:
         self._finished.append(sequence.seq_id)
+        self.let_go(sequence)
+
+    def let_go(self, sequence: Sequence) -> None:
+        """Its blocks may be anybody's."""
         self._free.extend(sequence.blocks)
         sequence.blocks = []
 

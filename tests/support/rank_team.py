@@ -19,7 +19,7 @@ from common.ranks.team import RankTeam
 from tests.support.engine_driver import EngineDriver
 
 LOG = logging.getLogger("tests.ranks")
-BLOCKS, BLOCK_SIZE = 64, 4
+BLOCKS, BLOCK_SIZE, HOST_BLOCKS = 64, 4, 16
 
 
 def spec_of(path: Path, size: int, dtype: str | None = None) -> RankSpec:
@@ -60,9 +60,11 @@ def running_team(path: Path, size: int) -> Iterator[tuple[RankTeam, EngineDriver
     try:
         team.start()
         loaded = load_model(path, device=CpuDevice(1), progress=False, collectives=team.collectives)
-        driver = EngineDriver(loaded, blocks=BLOCKS, block_size=BLOCK_SIZE)
+        driver = EngineDriver(
+            loaded, blocks=BLOCKS, block_size=BLOCK_SIZE, host_blocks=HOST_BLOCKS, collectives=team.collectives
+        )
         assert team.wait_loaded() > 0
-        team.begin(new_incarnation(), BLOCKS, CpuDevice(1))
+        team.begin(new_incarnation(), BLOCKS, CpuDevice(1), HOST_BLOCKS)
         team.listen(heard)
         driver.runner = LeadRunner(driver.runner, team.pass_on)  # type: ignore[assignment]
         yield team, driver, heard

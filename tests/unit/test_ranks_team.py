@@ -14,8 +14,9 @@ import pytest
 from common.ids import new_incarnation
 from common.ranks.messages import ExpectKv, ForgetKv
 from common.ranks.team import RankLostError, RankTeam
+from common.scheduling.step import BlockCopies, StepPlan
 from tests.support.kv_memory import key_between
-from tests.support.rank_team import LOG, running_team, spec_of
+from tests.support.rank_team import BLOCK_SIZE, LOG, running_team, spec_of
 from tests.support.serve import wait_until
 from tests.support.tiny_llama import greedy_after, make_checkpoint, random_prompt
 
@@ -66,6 +67,34 @@ def test_the_engine_over_three_processes_and_its_end_when_one_is_killed(tmp_path
     (reason,) = heard.lost
     # On a busy machine the other rank may be heard first.
     assert reason == f"rank 1 (process {first.pid}) was killed by SIGKILL" or reason.startswith("rank 2: ")
+
+
+def test_every_rank_swaps_its_part_and_a_step_of_copies_alone_waits_for_all(tmp_path: Path) -> None:
+    """Out to the host and back to other blocks, while somebody else wrote the first ones."""
+    make_checkpoint(tmp_path)
+    prompt = random_prompt(4, 14)
+    with running_team(tmp_path, 2) as (_, driver, _):
+        undisturbed, sequence = driver.add(prompt), driver.add(prompt)
+        driver.generate([undisturbed], 12)
+        driver.generate([sequence], 6)
+        away, host = tuple(sequence.blocks), tuple(range(len(sequence.blocks)))
+        driver.runner.execute(StepPlan(90, (), swap_out=(BlockCopies(sequence.seq_id, away, host),)))
+        driver.let_go(sequence)
+        intruder = driver.add(random_prompt(5, 20))
+        driver.generate([intruder], 2)
+        assert set(intruder.blocks) & set(away)
+        driver.reserve(sequence, len(away) * BLOCK_SIZE)
+        back = BlockCopies(sequence.seq_id, tuple(sequence.blocks), host)
+        driver.runner.execute(StepPlan(91, (), swap_in=(back,)))
+        driver.generate([sequence], 12)
+        assert sequence.output == undisturbed.output
+        (rank,) = ranks_of(os.getpid())
+        rank.suspend()
+        killer = threading.Timer(0.2, rank.kill)
+        killer.start()
+        with pytest.raises(RuntimeError):
+            driver.runner.execute(StepPlan(92, (), swap_in=(back,)))
+        killer.join()
 
 
 def test_a_call_waits_for_every_rank_and_comes_back_from_a_lost_team(tmp_path: Path) -> None:
