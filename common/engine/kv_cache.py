@@ -124,7 +124,8 @@ class KvCache:
         return (blocks * self.block_size + positions % self.block_size).to(self._device.torch_device)
 
     def _on_device(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, dtype=torch.int64).to(self._device.torch_device)
+        # 32 bits from the start: what a device gathers by (`paged.py`), so nothing is converted over there.
+        return torch.tensor(block_ids, dtype=torch.int32).to(self._device.torch_device)
 
     def _check_range(
         self, layer_start: int, layer_end: int, block_table: Sequence[int], token_start: int, token_end: int

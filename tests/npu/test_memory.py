@@ -90,6 +90,36 @@ def test_copies_are_done_when_the_side_stream_or_a_wait_ends_and_not_before():
     assert in_a_process(LATE, HOST_ACL_LATE_D2H="1") == [False, True, False, True]
 
 
+SWAP = """
+import torch
+from tests.npu.reference_kernels import bind_kernels
+bind_kernels()
+from common.device.base import KvTensorSpec
+from common.device.npu import open_npu
+from common.engine.host_cache import HostCache
+from common.engine.kv_cache import KvCache
+device = open_npu(0)
+cache = KvCache(device, (KvTensorSpec("key", (2, 4), torch.bfloat16),), 2, 4, 128)
+host = HostCache(device, cache, 2)
+for _, buffer in host._pairs:
+    buffer.zero_()
+data = bytes(range(1, 65)) * (cache.range_bytes(0, 2, 0, 128) // 64)
+cache.write(0, 2, [2], 0, 128, data)
+host.copy_out([2], [1])
+early = any(bool(buffer.any()) for _, buffer in host._pairs)
+device.synchronize()
+cache.write(0, 2, [2], 0, 128, bytes(len(data)))
+host.copy_in([0], [1])
+device.synchronize()
+result = [early, bytes(cache.read(0, 2, [0], 0, 128)) == data, any(cache.read(0, 2, [1, 2, 3], 0, 384))]
+"""
+
+
+def test_kv_goes_to_the_host_and_comes_back():
+    """The copies wait for nothing but the end of the step; reading and writing for a transport are done on return."""
+    assert in_a_process(SWAP, HOST_ACL_LATE_D2H="1") == [False, True, False]
+
+
 def test_copies_in_the_side_stream_are_not_in_the_threads_own(device, torch_npu):
     own = torch_npu.npu.current_stream()
     with device.side_stream():
