@@ -100,6 +100,7 @@ def test_what_has_no_room_here_to_its_end_goes_to_another_node():
     bench.link_up()
     reserves = said(bench.job(here=True, candidates=1, prompt=6, max_new_tokens=20), Reserve)
     assert [m.key.decode for m in reserves] == [DECODES[0]]
+    assert {*bench.leg.decodes.links.links} == {"d0", "d1"}
     bench = unsplit(num_blocks=4)
     failed = said(bench.job(here=True, candidates=0, prompt=6, max_new_tokens=20), HandoverFailed)
     assert [(m.reason, m.retryable) for m in failed] == [("invalid", False)]
@@ -122,6 +123,17 @@ def test_jobs_that_stay_need_no_grant():
     assert bench.leg.jobs.ungranted_blocks == 0
 
 
+def test_jobs_that_wait_for_a_grant_do_not_hold_up_those_that_need_none():
+    bench = unsplit(num_blocks=16, steps_in_flight=4)
+    bench.link_up()
+    bench.job(1, candidates=1, prompt=11)
+    assert bench.leg.jobs.ungranted_blocks == 3
+    bench.job(2, plan_no=2, candidates=1, prompt=11)
+    bench.job(3, plan_no=3, here=True, prompt=11, priority=1)
+    states = [bench.leg.jobs.by_plan[PlanKey(request(number), 1)].state for number in (1, 2, 3)]
+    assert states == [JobState.COMPUTING, JobState.QUEUED, JobState.COMPUTING]
+
+
 def test_a_first_token_that_is_the_last_ends_it_here():
     bench = unsplit(eos_token_ids=frozenset({50}))
     bench.job(here=True)
@@ -136,6 +148,7 @@ def test_a_first_token_that_is_the_last_ends_it_here():
 def test_a_copy_of_the_job_changes_nothing_while_it_decodes():
     bench = running()
     assert bench.job(here=True) == []
+    assert not bench.leg.jobs.by_plan
     assert finish(bench)[-1] == (3, (50,), "length")
 
 
