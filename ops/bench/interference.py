@@ -1,0 +1,193 @@
+"""What arriving long prompts do to running streams, on split and on unsplit nodes: `python -m ops.bench.interference`.
+
+For each layout, in turn, a cluster of two nodes is started on this machine's cores. Streams run in a closed loop, first
+alone, then again while long prompts with short answers arrive at random times and independent of how fast they are
+served. Compared are the times between two tokens of the streams and the times to the prompts' first tokens.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from common.errors import KvferryError
+from ops.bench.serve.connection import parse_url
+from ops.bench.serve.dialect import InferDialect
+from ops.bench.serve.load import Load, prompts, run_load
+from ops.bench.serve.report import Frame, ServeReport, Spread, make_report
+from ops.bench.serve.request import Outcome, Requester
+from ops.bench.serve.run import ServeBench, measure
+from ops.cli.errors import DONE, report
+from ops.launcher.started import started_cluster
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "split": ("--prefill", "1", "--decode", "1"),
+    "unsplit": ("--unsplit", "2"),
+    "unsplit, small steps": ("--unsplit", "2", "--set", "unsplit.max_step_tokens=64"),
+}
+_TIMEOUT_S = 600
+_FEW_IDS = 1000
+"""Every model has more."""
+_MANY_PROMPTS = 64
+"""Made at once; more follow when these have been answered."""
+_PROMPT_ANSWER = 2
+
+
+class Side(msgspec.Struct, frozen=True):
+    """One layout."""
+
+    layout: str
+    command: tuple[str, ...]
+    """Words of `kvferry serve`."""
+    alone: ServeReport
+    """The streams, with nothing else to do."""
+    disturbed: ServeReport
+    """The streams while prompts arrive."""
+    prompts: ServeReport
+    """The prompts that were answered meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is sent."""
+
+    streams: Load
+    prompts: Load
+
+
+async def compare(url: str, model: str, plan: Plan) -> tuple[ServeReport, ServeReport, ServeReport]:
+    """Streams alone, streams disturbed, and the prompts, on a running cluster."""
+    bench = ServeBench(url, model, "infer", plan.streams, plan.streams.concurrency or 1, _TIMEOUT_S)
+    alone = await measure(bench, lambda _: None)
+    ended: list[Outcome] = []
+    arriving = asyncio.create_task(_disturb(url, model, plan.prompts, ended))
+    try:
+        disturbed = await measure(bench, lambda _: None)
+    finally:
+        arriving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await arriving
+    if not ended:
+        raise KvferryError("no prompt was answered while the streams ran: more --requests or a higher --rate is needed")
+    return alone, disturbed, make_report(Frame(url, model, "infer", 0, 0.0), plan.prompts, ended)
+
+
+async def _disturb(url: str, model: str, load: Load, ended: list[Outcome]) -> None:
+    """Send prompts until cancelled."""
+    dialect = InferDialect(model, _TIMEOUT_S)
+    requester = Requester(parse_url(url), dialect, _TIMEOUT_S)
+    try:
+        for salt in count():
+            bodies = [dialect.body(ids, load.output_len) for ids in prompts(load, load.requests, f"prompts {salt}")]
+            await run_load(requester, load, bodies, ended.append)
+    finally:
+        requester.close()
+
+
+def table(sides: Sequence[Side]) -> Iterator[str]:
+    """Lines for people."""
+    head = ("ms", "alone p50", "p99", "disturbed p50", "p99", "max", "prompt TTFT p50", "p99", "answered")
+    yield f"{head[0]:<22}" + "".join(f"{word:>16}" for word in head[1:])
+    for side in sides:
+        alone, disturbed, first = _known(side.alone.itl_ms), _known(side.disturbed.itl_ms), _known(side.prompts.ttft_ms)
+        cells = (alone.p50, alone.p99, disturbed.p50, disturbed.p99, disturbed.max, first.p50, first.p99)
+        failed = side.prompts.failed + side.disturbed.failed + side.alone.failed
+        answered = f"{side.prompts.completed}" + (f", {failed} failed" if failed else "")
+        yield f"{side.layout:<22}" + "".join(f"{cell:>16.1f}" for cell in cells) + f"{answered:>16}"
+
+
+def plot(sides: Sequence[Side], path: Path) -> None:
+    """Bars of both times, on a scale of powers. KvferryError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise KvferryError("--plot needs matplotlib: pip install 'kvferry[plot]'") from None
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    between, first = figure.subplots(1, 2)
+    _bars(between, sides, {
+        "alone, p50": [_known(side.alone.itl_ms).p50 for side in sides],
+        "alone, p99": [_known(side.alone.itl_ms).p99 for side in sides],
+        "with prompts, p50": [_known(side.disturbed.itl_ms).p50 for side in sides],
+        "with prompts, p99": [_known(side.disturbed.itl_ms).p99 for side in sides],
+    })  # fmt: skip
+    between.set_title("between two tokens of a stream, ms")
+    _bars(first, sides, {
+        "p50": [_known(side.prompts.ttft_ms).p50 for side in sides],
+        "p99": [_known(side.prompts.ttft_ms).p99 for side in sides],
+    })  # fmt: skip
+    first.set_title("to a long prompt's first token, ms")
+    figure.savefig(path, dpi=110)
+
+
+def _bars(axis: "Axes", sides: Sequence[Side], rows: dict[str, list[float]]) -> None:
+    width = 0.8 / len(rows)
+    for number, (label, values) in enumerate(rows.items()):
+        axis.bar([index + number * width for index in range(len(sides))], values, width, label=label)
+    axis.set_xticks([index + 0.4 - width / 2 for index in range(len(sides))], [side.layout for side in sides])
+    axis.set_yscale("log")
+    axis.legend(fontsize="small")
+
+
+def _known(times: Spread | None) -> Spread:
+    """Answers of several tokens have gaps, and all that were answered a first token."""
+    if times is None:
+        raise KvferryError("nothing was measured: the answers were too short")
+    return times
+
+
+def main() -> int:
+    """See the module's docstring."""
+    args = _parser().parse_args()
+    try:
+        sides = [_run(layout, args) for layout in args.layout or LAYOUTS]
+        sys.stdout.write("\n".join(table(sides)) + "\n")
+        if args.json is not None:
+            args.json.write_bytes(msgspec.json.format(msgspec.json.encode(sides)) + b"\n")
+        if args.plot is not None:
+            plot(sides, args.plot)
+    except KvferryError as error:
+        return report(error, "ops.bench.interference", debug=False)
+    return DONE
+
+
+def _run(layout: str, args: argparse.Namespace) -> Side:
+    command = (*LAYOUTS[layout], "--dtype", args.dtype, *(("--model", str(args.model)) if args.model else ()))
+    streams = Load(args.requests, args.stream_len, args.output_len, args.streams, None, args.seed, _FEW_IDS)
+    disturbing = Load(_MANY_PROMPTS, args.prompt_len, _PROMPT_ANSWER, None, args.rate, args.seed, _FEW_IDS)
+    with started_cluster(*command) as (url, model):
+        return Side(layout, command, *asyncio.run(compare(url, model, Plan(streams, disturbing))))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ops.bench.interference", description=__doc__)
+    parser.add_argument(
+        "--model", type=Path, help="a HuggingFace directory or GGUF file; default: the small real model"
+    )
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument(
+        "--layout", action="append", choices=LAYOUTS, help="one of them; repeated for more; default: all"
+    )
+    parser.add_argument("--streams", type=int, default=4, metavar="N", help="streams at once (4)")
+    parser.add_argument("--requests", type=int, default=12, metavar="N", help="streams in all (12)")
+    parser.add_argument("--stream-len", type=int, default=32, metavar="A", help="tokens of a stream's prompt (32)")
+    parser.add_argument("--output-len", type=int, default=128, metavar="B", help="tokens of a stream's answer (128)")
+    parser.add_argument("--prompt-len", type=int, default=1024, metavar="L", help="tokens of a long prompt (1024)")
+    parser.add_argument("--rate", type=float, default=0.2, metavar="R", help="long prompts a second (0.2)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there (keys: ops/docs/bench.md)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them (needs matplotlib)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""A cluster that is started for a while by another command: `kvferry serve` in a process of its own."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+from common.errors import KvferryError
+
+_STOP_S = 60.0
+
+
+@contextlib.contextmanager
+def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
+    """`kvferry serve` with these words; yields url and model name. KvferryError when it does not come up or stop."""
+    command = (sys.executable, "-m", "ops.cli.main", "serve", "--port", "0", "--set", "log.level=warning")
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        # A session of its own: a Ctrl-C reaches this process alone, which then stops the cluster.
+        subprocess.Popen(
+            (*command, *words), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        ) as server,
+    ):
+        try:
+            yield _ready(server, log)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            _await_end(server, log)
+
+
+def _ready(server: "subprocess.Popen[str]", log: IO[str]) -> tuple[str, str]:
+    assert server.stdout is not None
+    words = server.stdout.readline().split()
+    if len(words) != 3 or words[0] != "ready":
+        server.wait()
+        raise KvferryError(f"the cluster did not start: {_last_line(log)}")
+    return words[1], words[2].removeprefix("model=")
+
+
+def _await_end(server: "subprocess.Popen[str]", log: IO[str]) -> None:
+    try:
+        code = server.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        raise KvferryError(f"the cluster did not stop: {_last_line(log)}") from None
+    if code:
+        raise KvferryError(f"the cluster ended with code {code}: {_last_line(log)}")
+
+
+def _last_line(log: IO[str]) -> str:
+    log.seek(0)
+    lines = log.read().splitlines()
+    return lines[-1] if lines else "it said nothing"
