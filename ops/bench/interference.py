@@ -36,7 +36,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "unsplit, small steps": ("--unsplit", "2", "--set", "unsplit.max_step_tokens=64"),
 }
 _TIMEOUT_S = 600
-_FEW_IDS = 1000
+_FEW_IDS = 100
 """Every model has more."""
 _MANY_PROMPTS = 64
 """Made at once; more follow when these have been answered."""
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=12, metavar="N", help="streams in all (12)")
     parser.add_argument("--stream-len", type=int, default=32, metavar="A", help="tokens of a stream's prompt (32)")
     parser.add_argument("--output-len", type=int, default=128, metavar="B", help="tokens of a stream's answer (128)")
-    parser.add_argument("--prompt-len", type=int, default=1024, metavar="L", help="tokens of a long prompt (1024)")
+    parser.add_argument("--prompt-len", type=int, default=512, metavar="L", help="tokens of a long prompt (512)")
     parser.add_argument("--rate", type=float, default=0.2, metavar="R", help="long prompts a second (0.2)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there (keys: ops/docs/bench.md)")
