@@ -1,6 +1,7 @@
 """A cluster that is started for a while by another command: `kvferry serve` in a process of its own."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
+from common import with_parent
 from common.errors import KvferryError
 
 _STOP_S = 60.0
@@ -16,7 +18,9 @@ _STOP_S = 60.0
 @contextlib.contextmanager
 def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
     """`kvferry serve` with these words; yields url and model name. KvferryError when it does not come up or stop."""
-    command = (sys.executable, "-m", "ops.cli.main", "serve", "--port", "0", "--set", "log.level=warning")
+    serve = (sys.executable, "-m", "ops.cli.main", "serve", "--port", "0", "--set", "log.level=warning")
+    # Whatever becomes of this process, the cluster does not stay behind.
+    command = (sys.executable, with_parent.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *serve)
     with (
         tempfile.TemporaryFile("w+") as log,
         # A session of its own: a Ctrl-C reaches this process alone, which then stops the cluster.
