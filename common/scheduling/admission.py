@@ -114,15 +114,6 @@ class Admission:
             return None
         return num_common
 
-    def can_decode(self, seq: Sequence) -> bool:
-        """Whether a PREFILLED sequence can get to its end here; one that may not be given back grows to it now."""
-        num_tokens = seq.spec.max_kv_tokens
-        if self.num_running >= self._config.max_running:
-            return False
-        if self._pool.blocks_for(num_tokens) > self._pool.num_total:
-            return False
-        return seq.spec.times_preempted < self._config.max_preempt or self._pool.grow(seq.seq_id, num_tokens)
-
     def _tokens_to_start(self, spec: SequenceSpec, *, decode: bool) -> int:
         """One that may not be given back any more gets its blocks to the end at once: it never has to wait for
         others, so that decoding cannot lock up."""

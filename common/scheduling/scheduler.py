@@ -4,7 +4,7 @@ The life of a sequence here:
  1. `add` puts it into the waiting queue (or `reserve` takes its blocks at once: the decode leg, steps 5 to 7).
  2. `schedule` starts it when blocks for all its tokens are there (`Started`) and gives it chunks.
  3. `apply` takes a step's result in: `ChunkComputed`, then `Sampled`.
- 4. Mode `prefill`: it stops as PREFILLED (`Prefilled`) until `release` or `continue_decoding`.
+ 4. Mode `prefill`: it stops as PREFILLED (`Prefilled`) until `release`. Mode `decode`: it goes on to 7.
  5. `reserve`: blocks for KV that another node sends; leading ones may come from the prefix cache.
  6. `commit`: owned for good; `activate`: all KV is there, it goes on from the handed token.
  7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`. When blocks run out
@@ -148,15 +148,6 @@ class Scheduler:
         return events
 
     # --- sequences change and go ---
-
-    def continue_decoding(self, seq_id: int) -> bool:
-        """PREFILLED -> DECODING: it is finished where it is. False, and nothing changed: not now (max_running, or no
-        blocks to the end for one that may not be given back again), or never here (its output does not fit)."""
-        seq = self._table.get(seq_id, Status.PREFILLED)
-        if not self._admission.can_decode(seq):
-            return False
-        self._table.move(seq, Status.DECODING)
-        return True
 
     def release(self, seq_id: int) -> None:
         """End a PREFILLED, RESERVED or COMMITTED sequence; what is computed stays as prefix cache."""

@@ -46,7 +46,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
     Status.WAITING: frozenset({Status.COMPUTING, Status.PREFILLED, Status.ENDED}),
     Status.COMPUTING: frozenset({Status.PAUSED, Status.PREFILLED, Status.DECODING, Status.ENDED}),
     Status.PAUSED: frozenset({Status.COMPUTING, Status.PREFILLED, Status.DECODING, Status.ENDED}),
-    Status.PREFILLED: frozenset({Status.DECODING, Status.ENDED}),
+    Status.PREFILLED: frozenset({Status.ENDED}),
     Status.RESERVED: frozenset({Status.COMMITTED, Status.DECODING, Status.ENDED}),
     Status.COMMITTED: frozenset({Status.DECODING, Status.ENDED}),
     Status.DECODING: frozenset({Status.SWAPPING, Status.ENDED}),

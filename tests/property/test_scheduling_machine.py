@@ -217,12 +217,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tell(self.scheduler.activate(seq_id, token, num_tokens, self.now))
 
     @rule(data=st.data())
-    def continue_decoding(self, data):
-        seq_id = self.pick(data, Status.PREFILLED)
-        if seq_id is not None:
-            self.scheduler.continue_decoding(seq_id)
-
-    @rule(data=st.data())
     def release(self, data):
         seq_id = self.pick(data, Status.PREFILLED, Status.RESERVED, Status.COMMITTED)
         if seq_id is not None:

@@ -156,14 +156,14 @@ def test_wrong_pins_raise(node):
         node.scheduler.pin(waiting)
 
 
-@pytest.mark.parametrize("call", ["abort", "release", "commit", "pause", "resume", "continue_decoding", "pin"])
+@pytest.mark.parametrize("call", ["abort", "release", "commit", "pause", "resume", "pin"])
 def test_an_unknown_sequence_raises(node, call):
     with pytest.raises(InvariantError, match="not known"):
         getattr(node.scheduler, call)(77)
     assert node.scheduler.status(77) is None
 
 
-@pytest.mark.parametrize("call", ["release", "commit", "resume", "continue_decoding"])
+@pytest.mark.parametrize("call", ["release", "commit", "resume"])
 def test_a_call_that_makes_no_sense_raises_and_changes_nothing(node, call):
     seq_id = node.scheduler.add(make_spec(20), 0.0)
     node.step()

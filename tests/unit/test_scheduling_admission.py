@@ -117,9 +117,6 @@ def test_max_running_bounds_what_runs_but_not_what_is_prefilled():
     node.step()
     assert [node.scheduler.status(seq_id) for seq_id in running] == [Status.DECODING, Status.DECODING, Status.WAITING]
     assert node.scheduler.reserve(make_spec([1, 2]), 0.0) is None
-    assert not node.scheduler.continue_decoding(prefilled)
-    node.run()
-    assert node.scheduler.continue_decoding(prefilled)
 
 
 def test_the_watermark_is_kept_only_while_something_decodes():

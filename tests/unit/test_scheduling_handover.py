@@ -55,32 +55,6 @@ def test_a_first_token_that_ends_it_leaves_nothing_to_hand_over():
     assert node.scheduler.is_quiescent()
 
 
-def test_it_can_be_finished_where_it_is(node):
-    seq_id = prefill(node, 6, max_new_tokens=4)
-    assert node.scheduler.continue_decoding(seq_id)
-    node.run()
-    assert [event.index for event in node.of(seq_id, Sampled)] == [0, 1, 2, 3]
-    assert node.of(seq_id, Finished) == [Finished(seq_id, "length")]
-    assert node.scheduler.is_quiescent()
-
-
-def test_it_is_not_finished_where_its_output_can_never_fit():
-    node = make_node(num_blocks=4)
-    seq_id = prefill(node, 6, max_new_tokens=20)
-    assert not node.scheduler.continue_decoding(seq_id)
-    assert node.scheduler.status(seq_id) is Status.PREFILLED
-
-
-def test_one_that_may_not_be_given_back_decodes_only_with_all_its_blocks():
-    node = make_node(num_blocks=6)
-    seq_id = prefill(node, 6, max_new_tokens=12, times_preempted=3)  # 5 blocks to its end
-    other = prefill(node, range(50, 56), max_new_tokens=2)
-    assert not node.scheduler.continue_decoding(seq_id)
-    node.scheduler.release(other)
-    assert node.scheduler.continue_decoding(seq_id)
-    assert len(node.scheduler.block_table(seq_id)) == 5
-
-
 def test_a_replan_whose_prefix_is_cached_computes_nothing(node):
     """9 ids known, the last one an output, and the 8 before it are two cached blocks."""
     node.scheduler.release(prefill(node, 8))
@@ -89,7 +63,11 @@ def test_a_replan_whose_prefix_is_cached_computes_nothing(node):
     assert plan is None
     assert node.of(seq_id) == [Started(seq_id, 8), Prefilled(seq_id, 8, 5, 0)]
     assert node.scheduler.status(seq_id) is Status.PREFILLED
-    assert node.scheduler.continue_decoding(seq_id)
+
+
+def test_a_replan_that_goes_on_here_computes_its_last_id(node):
+    node.scheduler.release(prefill(node, 8))
+    seq_id = node.scheduler.add(make_spec(8, [5]), 0.0)
     plan = node.step()
     assert plan is not None
     assert [(part.start_position, list(part.token_ids)) for part in plan.scheduled] == [(8, [5])]

@@ -134,18 +134,20 @@ def test_a_last_token_in_flight_needs_no_block():
     config = SchedulerConfig(max_running=4, max_step_tokens=16, max_steps_in_flight=2, watermark_blocks_share=0.0)
     node = FakeNode(config, num_blocks=3)
     best = node.scheduler.add(make_spec(7, max_new_tokens=2, priority=1), 0.0)  # 8 positions: two blocks to its end
-    other = node.scheduler.add(make_spec([5], max_new_tokens=3, priority=5, mode="prefill"), 0.0)
+    other = node.scheduler.reserve(make_spec([5], max_new_tokens=3, priority=5), 0.0)
+    assert other is not None
     node.step()
     first = node.schedule()
-    assert node.scheduler.continue_decoding(other)
+    node.runner.write(other.block_table, 0, [5])
+    node.scheduler.activate(other.seq_id, 9, 1, 0.0)
     second = node.schedule()
     assert first is not None
     assert second is not None
-    assert [part.seq_id for part in second.scheduled] == [other]
+    assert [part.seq_id for part in second.scheduled] == [other.seq_id]
     node.finish(first)
     node.finish(second)
     assert node.of(best, Finished) != []
-    assert node.of(other, GivenBack) == []
+    assert node.of(other.seq_id, GivenBack) == []
 
 
 def damage_queue(scheduler) -> None:
