@@ -12,4 +12,5 @@ def make_leg(context: LegContext) -> DecodeLeg:
         limits=context.limits,
         num_layers=context.shape.num_layers,
         clients=context.clients,
+        num_staging_slots=context.num_staging_slots,
     )

@@ -39,6 +39,7 @@ def check_config(config: ClusterConfig) -> None:
     _check_counts(config)
     for role in ROLES:
         _check_role(role, config.role(role), config)
+    _check_transports(config)
     _check_discovery(config)
     _check_security(config)
 
@@ -66,6 +67,11 @@ def _check_timers(timers: Timers) -> None:
     for low, high in _NOT_ABOVE:
         if getattr(timers, low) > getattr(timers, high):
             raise ConfigError(f"timers.{low}: must not be above timers.{high}")
+
+
+def _check_transports(config: ClusterConfig) -> None:
+    if "zmq" not in config.node.kv_transports:
+        raise ConfigError("node.kv_transports: zmq must be among them; shm alone carries no messages")
 
 
 def _check_limits(limits: Limits) -> None:

@@ -94,7 +94,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Hand-overs to one decode node whose pieces may be under way at once."""
     transfers_per_node: int = 16
     """Hand-overs of one prefill node whose pieces may be under way at once."""
-    slots_per_transfer: int = 4
+    slots_per_transfer: int = 8
     """Staging slots that one hand-over gets at most."""
     control_high_water: int = 1000
     """ZeroMQ's high-water mark on control sockets, in messages."""

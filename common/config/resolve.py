@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from common.config.host import HostFacts
-from common.config.schema import ClusterConfig, Device, Role
+from common.config.schema import ClusterConfig, Device, KvTransport, Role
 
 _KV_CACHE_MOST_BYTES = 1 << 30
 _KV_CACHE_LEAST_BYTES = 64 << 20
@@ -44,6 +44,19 @@ class NodeSettings:
     max_running: int
     prefix_cache: bool
     checksum: bool
+    kv_transports: tuple[KvTransport, ...]
+    staging_slots: int
+    staging_slot_bytes: int
+
+    @property
+    def uses_shm(self) -> bool:
+        """Whether KV may go through memory that processes of a host share: not that of several ranks."""
+        return "shm" in self.kv_transports and self.tensor_parallel == 1
+
+    @property
+    def lends_slots(self) -> bool:
+        """Whether others may write KV into staging slots of this node."""
+        return self.uses_shm and self.role != "prefill"
 
 
 def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSettings:
@@ -75,6 +88,9 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         max_running=min(own.max_running or node.max_running, max_step_tokens),
         prefix_cache=node.prefix_cache,
         checksum=node.checksum,
+        kv_transports=node.kv_transports,
+        staging_slots=node.staging_slots,
+        staging_slot_bytes=node.staging_slot_bytes,
     )
 
 

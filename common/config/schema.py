@@ -18,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda", "npu"]
 Role = Literal["prefill", "decode", "unsplit"]
 """What a node is started as; an unsplit node has both roles of the protocol."""
 ROLES: tuple[Role, ...] = ("prefill", "decode", "unsplit")
+KvTransport = Literal["shm", "zmq"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -141,6 +142,13 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Keep finished blocks, and take them again for prompts that begin alike."""
     checksum: bool = True
     """Put a checksum on every piece of ferried KV."""
+    kv_transports: tuple[KvTransport, ...] = ("shm", "zmq")
+    """How KV may be ferried. shm: through memory that both nodes share, where they run on one host under one user and
+    tensor_parallel is 1; zmq: over ZeroMQ, which is always among them, for everything else."""
+    staging_slots: Positive = 32
+    """Pieces that a decode node takes in through shared memory at a time; more come over ZeroMQ."""
+    staging_slot_bytes: Positive = 4_194_304
+    """The largest piece that goes through shared memory."""
     allow_remote: bool = False
     """Let a node bind beyond loopback although no keys are configured."""
 

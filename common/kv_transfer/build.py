@@ -6,6 +6,7 @@ from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
 from common.ids import Incarnation
 from common.kv_transfer.interface import BlockBytes, Post
+from common.kv_transfer.shm import ShmReach, ShmSlots
 from common.kv_transfer.zmq_backend import ZmqKvMover
 from common.transport.context import TransportContext
 
@@ -33,4 +34,6 @@ def make_mover(
         checksum=settings.checksum,
         activate=activate,
         timers=timers,
+        memory=ShmSlots(settings.staging_slots, settings.staging_slot_bytes) if settings.lends_slots else None,
+        reach=ShmReach(own) if settings.uses_shm else None,
     )

@@ -30,6 +30,7 @@ class Verdict(Enum):
 class _Expectation:
     block_table: tuple[int, ...]
     first_token: int
+    slots: tuple[int, ...]
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_open: bool = True
 
@@ -45,12 +46,14 @@ class Expectations:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def expect(self, key: TransferKey, block_table: tuple[int, ...], first_token: int) -> None:
+    def expect(
+        self, key: TransferKey, block_table: tuple[int, ...], first_token: int, slots: tuple[int, ...] = ()
+    ) -> None:
         """Let pieces be written. InvariantError when the key is expected already."""
         with self._lock:
             if key in self._by_key:
                 raise InvariantError(f"{key} is expected already")
-            self._by_key[key] = _Expectation(block_table, first_token)
+            self._by_key[key] = _Expectation(block_table, first_token, slots)
 
     def forget(self, key: TransferKey) -> None:
         """Let no more be written; waits for a write of this key that is under way. An unknown key changes nothing."""
@@ -61,11 +64,16 @@ class Expectations:
                 expectation.is_open = False
 
     def write(self, piece: Piece, data: Frame) -> tuple[Verdict, str]:
-        """Check a piece and put it into its blocks; what came of it, and why when it is bad."""
+        """Check a piece and put it into its blocks; what came of it, and why when it is bad.
+
+        `data` is what it brought, or what is in the staging slot that it names.
+        """
         with self._lock:
             expectation = self._by_key.get(piece.key)
         if expectation is None:
             return Verdict.UNKNOWN, ""
+        if piece.slot is not None and piece.slot not in expectation.slots:
+            return Verdict.BAD, f"staging slot {piece.slot} is not its own"
         fault = _fault(piece, data, expectation.first_token)
         if fault:
             return Verdict.BAD, fault

@@ -17,9 +17,17 @@ from common.clock import Clock
 from common.config.protocol import Limits
 from common.ids import Incarnation, TransferKey
 from common.protocol.messages import Piece
-from common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from common.state.events import (
+    KvFailed,
+    KvSendFailed,
+    PieceArrived,
+    PieceBad,
+    PieceSent,
+    PiecesStopped,
+    SessionClosed,
+)
 
-KvEvent = PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | KvFailed
+KvEvent = PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed | KvFailed
 Post = Callable[[KvEvent], None]
 """Takes an event over to the control thread. Called from any thread; neither waits nor raises."""
 
@@ -63,16 +71,19 @@ class KvMover(Protocol):
         """Bind and begin; returns the endpoint that others send to. ConfigError when it cannot be bound."""
         ...
 
-    def open(self, peer: Incarnation, *endpoints: str) -> None:
-        """Make ready to send to this life, which has an endpoint for each of its ranks."""
+    def open(self, peer: Incarnation, *endpoints: str, staging: str = "") -> None:
+        """Make ready to send to this life, which has an endpoint for each of its ranks, and staging slots where
+        `staging` says."""
         ...
 
     def close_peer(self, peer: Incarnation) -> None:
         """Nothing goes to this life any more. Posts PiecesStopped for every key that had pieces waiting."""
         ...
 
-    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+    def send(self, piece: Piece, block_table: tuple[int, ...], slots: tuple[int, ...] = ()) -> None:
         """Read the piece's blocks and send them to `piece.key.decode`. `piece` has no data yet.
+
+        One of `slots` may carry the bytes, if one can be reached and is large enough; else they go in the message.
 
         Posts PieceSent when the blocks have been read and the bytes are on their way, or KvSendFailed; the latter also
         later, when it shows that sent pieces of the key may not have arrived.
@@ -84,13 +95,24 @@ class KvMover(Protocol):
         when no write is under way or can come, which may take until the session is closed."""
         ...
 
-    def expect(self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0) -> None:
+    def expect(
+        self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0, slots: tuple[int, ...] = ()
+    ) -> None:
         """Let pieces of this key be written at positions from `first_token` on. Posts PieceArrived or PieceBad for
-        each. The blocks below hold shared KV, and no piece may touch them."""
+        each. The blocks below hold shared KV, and no piece may touch them. A piece may name one of `slots`."""
         ...
 
     def forget(self, key: TransferKey) -> None:
         """When it returns, nothing is written to this key's blocks any more; waits for a write under way."""
+        ...
+
+    def close_session(self, peer: Incarnation) -> None:
+        """Let this life begin no more writes into staging slots here. Posts SessionClosed if that is so."""
+        ...
+
+    @property
+    def staging_place(self) -> str:
+        """Where others find the staging slots here; "" without any, and before `start`."""
         ...
 
     def close(self) -> None:

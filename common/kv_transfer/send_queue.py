@@ -2,7 +2,7 @@
 
 Pieces wait per peer, first in first out. Peers take turns, one piece each, and each has a window: so many bytes and
 pieces may be on their way to it before it has said (by Credit) that it has taken earlier ones. One slow peer fills its
-own window and holds up no other.
+own window and holds up no other. A piece for staging slots waits until one of its slots is free.
 """
 
 from collections import deque
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from common.errors import InvariantError
 from common.ids import Incarnation, TransferKey
+from common.kv_transfer.slot_writes import SlotWrites
 from common.protocol.messages import Piece
 
 
@@ -19,6 +20,8 @@ class Outgoing:
 
     piece: Piece
     block_table: tuple[int, ...]
+    slots: tuple[int, ...] = ()
+    """One of these staging slots is to carry it; none: its bytes go in the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class SendQueue:
         self._window = window
         self._peers: dict[Incarnation, _Peer] = {}
         self._turns: deque[Incarnation] = deque()
+        self.writes = SlotWrites()
 
     def __contains__(self, peer: Incarnation) -> bool:
         return peer in self._peers
@@ -76,7 +80,10 @@ class SendQueue:
         if state is None:
             return set()
         self._turns.remove(peer)
-        return _keys(state)
+        keys = _keys(state)
+        for key in keys:
+            self.writes.stop(key)
+        return keys
 
     def add(self, outgoing: Outgoing, now: float) -> None:
         """Put a piece behind all others of its peer, `piece.key.decode`."""
@@ -121,6 +128,7 @@ class SendQueue:
         state = self._peers.get(peer)
         if state is None:
             return
+        self.writes.credited(key, number)
         for piece in state.in_flight:
             if piece.number == number and piece.key == key:
                 state.in_flight.remove(piece)
@@ -130,6 +138,7 @@ class SendQueue:
 
     def stop(self, key: TransferKey) -> None:
         """Read no more pieces of this key. Those on their way still count for the window until they are credited."""
+        self.writes.stop(key)
         state = self._peers.get(key.decode)
         if state is not None:
             state.pending = deque(outgoing for outgoing in state.pending if outgoing.piece.key != key)
@@ -159,6 +168,7 @@ class SendQueue:
 
     def check_invariants(self) -> None:
         """Bytes on their way are those of the pieces, windows hold, and every peer has its turn."""
+        self.writes.check_invariants()
         if sorted(self._turns) != sorted(self._peers):
             raise InvariantError("turns and peers differ")
         for peer, state in self._peers.items():
@@ -172,6 +182,9 @@ class SendQueue:
                 raise InvariantError(f"peer {peer} has another's pieces")
 
     def _has_room(self, state: _Peer) -> bool:
+        waiting = state.pending[0]
+        if waiting.slots and self.writes.free(waiting.piece.key, waiting.slots) is None:
+            return False
         if not state.in_flight:
             return True
         size = state.pending[0].piece.num_bytes

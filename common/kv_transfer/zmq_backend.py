@@ -1,5 +1,6 @@
 """The `zmq` mover: KV over ZeroMQ, staged in host memory. Works everywhere; owns one thread and the KV sockets.
 
+Where both ends share memory (`shm.py`), the bytes go through that, and only the Piece over ZeroMQ.
 Control and KV share no connection. The thread reads blocks, sends, receives and writes; callers only leave commands.
 """
 
@@ -16,10 +17,11 @@ from common.ids import Incarnation, TransferKey
 from common.kv_transfer.expectations import Expectations
 from common.kv_transfer.interface import BlockBytes, KvEnd, Post
 from common.kv_transfer.send_queue import Window
+from common.kv_transfer.staging import NoReach, NoSlots, SlotMemory, SlotReach
 from common.kv_transfer.zmq_receiver import ZmqReceiver
 from common.kv_transfer.zmq_sender import ZmqSender
 from common.protocol.messages import Piece
-from common.state.events import KvFailed, KvSendFailed, PiecesStopped
+from common.state.events import KvFailed, KvSendFailed, PiecesStopped, SessionClosed
 from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
 from common.transport.monitor import LinkMonitor
@@ -50,10 +52,13 @@ class ZmqKvMover:
         checksum: bool = False,
         activate: Callable[[], None] = lambda: None,
         window: Window = WINDOW,
+        memory: SlotMemory | None = None,
+        reach: SlotReach | None = None,
         clock: Clock | None = None,
         timers: Timers = DEFAULT_TIMERS,
     ) -> None:
-        """`activate` binds the KV thread to the device whose memory `cache` is in."""
+        """`activate` binds the KV thread to the device whose memory `cache` is in. `memory` has staging slots for
+        others, `reach` writes into those of others; None: no slots."""
         self._context = context
         self._own = own
         self._bind = bind
@@ -69,8 +74,10 @@ class ZmqKvMover:
         self._socket = NodeSocket(context, self._options)
         self._expectations = Expectations(cache)
         end = KvEnd(own, limits, self._clock, post)
-        self._receiver = ZmqReceiver(end, self._socket, self._expectations)
-        self._sender = ZmqSender(end, cache, self._loop, self._make_link, window, checksum=checksum)
+        self._memory: SlotMemory = memory or NoSlots()
+        self._receiver = ZmqReceiver(end, self._socket, self._expectations, self._memory)
+        self._sender = ZmqSender(end, cache, reach or NoReach(), self._loop, self._make_link, window, checksum=checksum)
+        self._staging_place = ""
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = False
@@ -80,26 +87,32 @@ class ZmqKvMover:
         if self._thread is not None:
             raise InvariantError("the mover was started already")
         bound = self._socket.bind(self._bind, allow_remote=self._allow_remote)
+        self._staging_place = self._memory.open()
         self._wakeup.open()
         self._thread = threading.Thread(target=self._run, name="kv", daemon=True)
         self._thread.start()
         return bound
 
-    def open(self, peer: Incarnation, *endpoints: str) -> None:
+    @property
+    def staging_place(self) -> str:
+        """Where others find the staging slots here; "" without any, and before `start`."""
+        return self._staging_place
+
+    def open(self, peer: Incarnation, *endpoints: str, staging: str = "") -> None:
         """Make ready to send to this life; with another number of endpoints than one nothing can be sent."""
         if len(endpoints) == 1:
-            self._inbox.put(partial(self._sender.open, peer, endpoints[0]))
+            self._inbox.put(partial(self._sender.open, peer, endpoints[0], staging))
 
     def close_peer(self, peer: Incarnation) -> None:
         """Nothing goes to this life any more; posts PiecesStopped for every key that had pieces waiting."""
         self._inbox.put(partial(self._sender.close_peer, peer))
 
-    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
-        """Read the piece's blocks and send them; posts PieceSent or KvSendFailed."""
+    def send(self, piece: Piece, block_table: tuple[int, ...], slots: tuple[int, ...] = ()) -> None:
+        """Read the piece's blocks and send them, by a slot if that can be; posts PieceSent or KvSendFailed."""
         if self._ended:
             self._post(KvSendFailed(piece.key, "the KV thread has ended"))
             return
-        self._inbox.put(partial(self._sender.send, piece, block_table))
+        self._inbox.put(partial(self._sender.send, piece, block_table, slots))
 
     def stop(self, key: TransferKey) -> None:
         """Read nothing more for this key; posts PiecesStopped."""
@@ -108,13 +121,19 @@ class ZmqKvMover:
             return
         self._inbox.put(partial(self._sender.stop, key))
 
-    def expect(self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0) -> None:
+    def expect(
+        self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0, slots: tuple[int, ...] = ()
+    ) -> None:
         """Let pieces of this key be written from `first_token` on; posts PieceArrived or PieceBad for each."""
-        self._expectations.expect(key, block_table, first_token)
+        self._expectations.expect(key, block_table, first_token, slots)
 
     def forget(self, key: TransferKey) -> None:
         """When it returns, nothing is written for this key any more."""
         self._expectations.forget(key)
+
+    def close_session(self, peer: Incarnation) -> None:
+        """Let this life begin no more writes into staging slots here; posts SessionClosed if that is so."""
+        self._inbox.put(partial(self._close_session, peer))
 
     def counts(self) -> tuple[Counter[str], Counter[str]]:
         """(sent, received): see ZmqSender and ZmqReceiver. A copy that may be an instant old."""
@@ -128,6 +147,7 @@ class ZmqKvMover:
             self._thread.join()
             self._thread = None
         self._socket.close()
+        self._memory.close()
         self._wakeup.close()
 
     def check_invariants(self) -> None:
@@ -162,6 +182,10 @@ class ZmqKvMover:
             self._ended = True
             self._sender.close()
             self._socket.close()
+
+    def _close_session(self, peer: Incarnation) -> None:
+        if self._memory.refuse(peer):
+            self._post(SessionClosed(peer))
 
     def _take_commands(self) -> None:
         for command in self._inbox.take_all():

@@ -11,6 +11,7 @@ from common.errors import ProtocolError
 from common.ids import Incarnation
 from common.kv_transfer.expectations import Expectations, Verdict
 from common.kv_transfer.interface import KvEnd
+from common.kv_transfer.staging import SlotMemory
 from common.protocol.messages import Credit, Envelope, Piece
 from common.protocol.wire import Frame, decode, encode
 from common.state.events import PieceArrived, PieceBad
@@ -23,12 +24,13 @@ BATCH = 8
 class ZmqReceiver:
     """Takes pieces from `socket`, which it does not own."""
 
-    def __init__(self, end: KvEnd, socket: NodeSocket, expectations: Expectations) -> None:
+    def __init__(self, end: KvEnd, socket: NodeSocket, expectations: Expectations, memory: SlotMemory) -> None:
         self._end = end
         self._socket = socket
         self._expectations = expectations
+        self._memory = memory
         self.counts: Counter[str] = Counter()
-        """`pieces`, `bytes` (written); `unknown`, `bad`, `foreign`, `malformed` (dropped)."""
+        """`pieces`, `bytes` (written); `staged` (by a slot); `unknown`, `bad`, `foreign`, `malformed` (dropped)."""
 
     def receive(self) -> None:
         """Take in what is there, a batch at most."""
@@ -57,16 +59,26 @@ class ZmqReceiver:
         return piece
 
     def _take(self, piece: Piece) -> None:
-        verdict, why = self._expectations.write(piece, piece.data)
+        verdict, why = self._write(piece)
         if verdict is Verdict.WRITTEN:
             self.counts["pieces"] += 1
             self.counts["bytes"] += piece.num_bytes
+            self.counts["staged"] += piece.slot is not None
             self._end.post(PieceArrived(msgspec.structs.replace(piece, data=b"")))
         elif verdict is Verdict.BAD:
             self.counts["bad"] += 1
             self._end.post(PieceBad(piece.key, piece.number, why))
         else:
             self.counts["unknown"] += 1
+
+    def _write(self, piece: Piece) -> tuple[Verdict, str]:
+        if piece.slot is None:
+            return self._expectations.write(piece, piece.data)
+        try:
+            with self._memory.view(piece.slot, piece.num_bytes) as data:
+                return self._expectations.write(piece, data)
+        except ValueError as error:
+            return Verdict.BAD, str(error)
 
     def _credit(self, piece: Piece) -> None:
         """Also for a dropped piece: it has left the window."""

@@ -16,6 +16,7 @@ from common.errors import ConfigError, ProtocolError
 from common.ids import Incarnation, TransferKey
 from common.kv_transfer.interface import BlockBytes, KvEnd
 from common.kv_transfer.send_queue import Outgoing, SendQueue, Window
+from common.kv_transfer.staging import SlotReach
 from common.protocol.messages import Credit, Envelope, Piece
 from common.protocol.wire import decode, encode
 from common.state.events import KvSendFailed, PieceSent, PiecesStopped
@@ -42,10 +43,19 @@ class ZmqSender:
     """Sends pieces to any number of peers, in turns."""
 
     def __init__(
-        self, end: KvEnd, cache: BlockBytes, loop: PollLoop, make_link: MakeLink, window: Window, *, checksum: bool
+        self,
+        end: KvEnd,
+        cache: BlockBytes,
+        reach: SlotReach,
+        loop: PollLoop,
+        make_link: MakeLink,
+        window: Window,
+        *,
+        checksum: bool,
     ) -> None:
         self._end = end
         self._cache = cache
+        self._reach = reach
         self._loop = loop
         self._make_link = make_link
         self._queue = SendQueue(window)
@@ -53,15 +63,20 @@ class ZmqSender:
         self._routes: dict[Incarnation, _Route] = {}
         self._unconnected: dict[Incarnation, str] = {}
         self.counts: Counter[str] = Counter()
-        """`pieces`, `bytes` (sent); `failed` (keys), `malformed` (messages from peers)."""
+        """`pieces`, `bytes` (sent); `staged` (by a slot); `failed` (keys), `malformed` (messages from peers)."""
 
     # -- commands
 
-    def open(self, peer: Incarnation, endpoint: str) -> None:
+    def open(self, peer: Incarnation, endpoint: str, staging: str) -> None:
         """Connect to a peer, anew when its endpoint has changed. To a wrong endpoint every piece will fail.
 
         An endpoint whose key is not allowed is tried again with each piece: it may be by then.
         """
+        self._connect(peer, endpoint)
+        if staging:
+            self._reach.open(peer, staging)
+
+    def _connect(self, peer: Incarnation, endpoint: str) -> None:
         route = self._routes.get(peer)
         if route is not None and route.endpoint == endpoint:
             return
@@ -86,17 +101,19 @@ class ZmqSender:
         """Close the link to a peer and drop what waits for it."""
         self._unconnected.pop(peer, None)
         self._disconnect(peer)
+        self._reach.close(peer)
         for key in self._queue.close(peer):
             self._end.post(PiecesStopped(key))
 
-    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+    def send(self, piece: Piece, block_table: tuple[int, ...], slots: tuple[int, ...]) -> None:
         """Let a piece wait for its turn."""
         if (endpoint := self._unconnected.get(piece.key.decode)) is not None:
-            self.open(piece.key.decode, endpoint)
+            self._connect(piece.key.decode, endpoint)
         if piece.key.decode not in self._queue:
             self._fail(piece.key, "no link to this node")
             return
-        self._queue.add(Outgoing(piece, block_table), self._end.clock.now())
+        usable = slots if self._reach.fits(piece.key.decode, piece.num_bytes) else ()
+        self._queue.add(Outgoing(piece, block_table, usable), self._end.clock.now())
 
     def stop(self, key: TransferKey) -> None:
         """Read no more for a key."""
@@ -108,6 +125,7 @@ class ZmqSender:
         for peer in list(self._routes):
             self._disconnect(peer)
             self._queue.close(peer)
+        self._reach.close_all()
 
     # -- the loop
 
@@ -131,7 +149,7 @@ class ZmqSender:
             self._disconnect(peer)
             for key in self._queue.close(peer):
                 self._fail(key, "the node takes no KV")
-            self.open(peer, endpoint)
+            self._connect(peer, endpoint)
 
     def check_invariants(self) -> None:
         """Every peer that pieces may wait for has a link."""
@@ -146,17 +164,20 @@ class ZmqSender:
             self._block(peer, link)
             return
         try:
-            frames = encode(Envelope(self._end.own, peer, self._read(outgoing)), self._end.limits)
+            piece = self._staged(outgoing, self._read(outgoing))
+            frames = encode(Envelope(self._end.own, peer, piece), self._end.limits)
         except (ValueError, RuntimeError, ProtocolError) as error:  # a range that does not fit; the device's errors
             self._queue.stop(outgoing.piece.key)
             self._fail(outgoing.piece.key, f"cannot be sent: {error}")
             return
         if not link.try_send(frames):
+            self._queue.writes.credited(piece.key, piece.number)  # nobody was told of its slot
             self._block(peer, link)
             return
         self._queue.given(outgoing, self._end.clock.now())
         self.counts["pieces"] += 1
         self.counts["bytes"] += outgoing.piece.num_bytes
+        self.counts["staged"] += piece.slot is not None
         self._end.post(PieceSent(outgoing.piece.key, outgoing.piece.number))
 
     def _read(self, outgoing: Outgoing) -> Piece:
@@ -168,6 +189,20 @@ class ZmqSender:
             raise ValueError(f"{data.nbytes} bytes where the piece says {piece.num_bytes}")
         checksum = zlib.crc32(data) if self._checksum else None
         return msgspec.structs.replace(piece, data=data, checksum=checksum)
+
+    def _staged(self, outgoing: Outgoing, piece: Piece) -> Piece:
+        """Write the bytes into a staging slot, if that is how they go, and name it in their place."""
+        slot = self._queue.writes.free(piece.key, outgoing.slots)
+        if slot is None:
+            return piece
+        self._queue.writes.begin(piece.key, slot, piece.number)
+        try:
+            self._reach.write(piece.key.decode, slot, piece.data)
+        except ValueError:
+            self._queue.writes.give_up(piece.key, slot)
+            raise
+        self._queue.writes.confirm(piece.key, slot)
+        return msgspec.structs.replace(piece, slot=slot, data=b"")
 
     def _block(self, peer: Incarnation, link: LinkSocket) -> None:
         self._queue.block(peer)

@@ -20,6 +20,7 @@ from common.kv.block_pool import BlockPool
 from common.kv.host_pool import HostPool
 from common.kv_transfer.build import make_mover
 from common.kv_transfer.interface import KvMover
+from common.kv_transfer.shm import host_prefix
 from common.model_info import Compatibility, ModelInfo
 from common.models.load import LoadedModel
 from common.node.engine_thread import EngineThread, StepRunner
@@ -53,6 +54,10 @@ class LegContext:
     compatibility: Compatibility
     num_blocks: int
     block_size: int
+    num_staging_slots: int
+    """Slots of this node that one-sided transports may write into."""
+    staging_host: str
+    """What the places of other nodes' slots begin with that can be written from here; empty: none can."""
     clients: Callable[[], ClientTable]
 
 
@@ -207,20 +212,21 @@ class NodeBuilder:
 
     def _core(self, scheduler: Scheduler, shell: NodeShell) -> NodeCore:
         assert self._cache is not None
-        cache, around = self._cache, self._around
+        cache, around, settings = self._cache, self._around, self._settings
         compatibility = self._compatibility(cache)
         identity = NodeIdentity(
             self.incarnation,
-            self._settings.name,
+            settings.name,
             self._loaded.info,
             compatibility,
             kv_endpoints=self._kv_endpoints(shell.kv_endpoint),
-            transports=("zmq",),
+            transports=settings.kv_transports if settings.uses_shm else ("zmq",),
+            staging=(shell.staging_place,) if shell.staging_place else (),
         )
         core: list[NodeCore] = []
         context = LegContext(
             incarnation=self.incarnation,
-            name=self._settings.name,
+            name=settings.name,
             scheduler=scheduler,
             timers=around.timers,
             limits=around.limits,
@@ -228,6 +234,8 @@ class NodeBuilder:
             compatibility=compatibility,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
+            num_staging_slots=settings.staging_slots if settings.lends_slots else 0,
+            staging_host=host_prefix() if settings.uses_shm else "",
             clients=lambda: core[0].clients,
         )
         core.append(NodeCore(identity, around.timers, scheduler, self._make_legs(context)))

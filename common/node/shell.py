@@ -24,6 +24,7 @@ from common.state.actions import (
     BindPeer,
     CloseKv,
     CloseLink,
+    CloseSession,
     ExitProcess,
     ExpectPieces,
     ForgetPieces,
@@ -99,6 +100,7 @@ class NodeShell:
         self._bound = threading.Event()
         self.endpoint = ""
         self.kv_endpoint = ""
+        self.staging_place = ""
         self.malformed = 0
         """Messages dropped since they broke the protocol."""
 
@@ -146,7 +148,7 @@ class NodeShell:
         self._loop.add(self._wakeup, self._drain_inbox)
         self.endpoint = self._socket.bind(self._parts.bind, allow_remote=self._parts.allow_remote)
         self._loop.add(self._socket, self._drain_socket)
-        self.kv_endpoint = self._kv.start()
+        self.kv_endpoint, self.staging_place = self._kv.start(), self._kv.staging_place
         self._core = self._parts.make_core()
         self._engine.start()
 
@@ -216,18 +218,20 @@ class NodeShell:
                 self._send(peer, message)
             case RunStep(plan):
                 self._engine.submit(plan)
-            case SendPiece(_, piece, block_table):
-                self._kv.send(piece, block_table)
+            case SendPiece(_, piece, block_table, slots):
+                self._kv.send(piece, block_table, slots)
             case StopPieces(key):
                 self._kv.stop(key)
-            case ExpectPieces(key, block_table, first_token):
-                self._kv.expect(key, block_table, first_token)
+            case ExpectPieces(key, block_table, first_token, slots):
+                self._kv.expect(key, block_table, first_token, slots)
             case ForgetPieces(key):
                 self._kv.forget(key)
-            case OpenKv(peer, endpoints):
-                self._kv.open(peer, *endpoints)
+            case OpenKv(peer, endpoints, staging):
+                self._kv.open(peer, *endpoints, staging=staging)
             case CloseKv(peer):
                 self._kv.close_peer(peer)
+            case CloseSession(peer):
+                self._kv.close_session(peer)
             case SendHello(endpoint, message):
                 self._links.send_unaddressed(endpoint, message)
             case OpenLink(endpoint):

@@ -9,7 +9,7 @@ from common.protocol.messages import Piece
 from common.ranks.messages import ClosePeer, ExpectKv, ForgetKv, OpenPeer, PieceHeader, SendKv, StopKv
 from common.ranks.tally import PieceTally
 from common.ranks.team import RankTeam
-from common.state.events import EngineFailed, Event
+from common.state.events import EngineFailed, Event, SessionClosed
 
 Post = Callable[[Event], None]
 
@@ -33,7 +33,16 @@ class RankedKvMover:
         self._team.listen(self)
         return endpoint
 
-    def open(self, peer: Incarnation, *endpoints: str) -> None:
+    @property
+    def staging_place(self) -> str:
+        """Nowhere: the ranks have no staging slots."""
+        return ""
+
+    def close_session(self, peer: Incarnation) -> None:
+        """There is none into staging slots."""
+        self._post(SessionClosed(peer))
+
+    def open(self, peer: Incarnation, *endpoints: str, staging: str = "") -> None:
         """Make each rank ready to send to its counterpart. With another number of endpoints nothing can be sent."""
         if len(endpoints) != self._team.size:
             return
@@ -46,7 +55,7 @@ class RankedKvMover:
         self._own.close_peer(peer)
         self._team.tell(ClosePeer(peer))
 
-    def send(self, piece: Piece, block_table: tuple[int, ...]) -> None:
+    def send(self, piece: Piece, block_table: tuple[int, ...], slots: tuple[int, ...] = ()) -> None:
         """Every rank sends its part; PieceSent when all have read it."""
         with self._lock:
             self._tally.send(piece)
@@ -60,7 +69,9 @@ class RankedKvMover:
         self._team.tell(StopKv(key))
         self._own.stop(key)
 
-    def expect(self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0) -> None:
+    def expect(
+        self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0, slots: tuple[int, ...] = ()
+    ) -> None:
         """When it returns, every rank takes pieces of this key."""
         with self._lock:
             self._tally.expect(key)

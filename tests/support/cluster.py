@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from common.clock import MonotonicClock
 from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
-from common.config.schema import ROLES, Role, RouterConfig
+from common.config.schema import ROLES, KvTransport, Role, RouterConfig
 from common.device.base import Device
 from common.engine.kv_cache import bytes_per_token
 from common.models.load import LoadedModel
@@ -68,6 +68,7 @@ class ClusterOptions:
     max_running: int = 32
     prefix_cache: bool = True
     checksum: bool = True
+    kv_transports: tuple[KvTransport, ...] = ("zmq",)
     timers: Timers = field(default_factory=Timers)
     limits: Limits = field(default_factory=Limits)
     keys: bool = False
@@ -254,6 +255,9 @@ class Cluster:
             max_running=options.max_running,
             prefix_cache=options.prefix_cache,
             checksum=options.checksum,
+            kv_transports=options.kv_transports,
+            staging_slots=6,
+            staging_slot_bytes=65536,
         )
 
     # -- what a client does

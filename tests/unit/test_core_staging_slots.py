@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.protocol import Timers
+from common.config.protocol import Limits, Timers
 from common.errors import InvariantError
 from common.ids import Incarnation, RequestId, TransferKey
 from common.protocol.messages import Abort, Cancel, Granted, Revoke
@@ -119,8 +119,9 @@ class StagedBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
+        limits = Limits(slots_per_transfer=4)
         self.leg = DecodeLeg(
-            self.leg.scheduler, self.leg.timers, self.leg.limits, self.leg.num_layers, lambda: self.clients, 8
+            self.leg.scheduler, self.leg.timers, limits, self.leg.num_layers, lambda: self.clients, num_staging_slots=8
         )
 
     def reserve_staged(self, now: float = 0.1, *, staged: bool = True):

@@ -1,0 +1,89 @@
+"""KV through memory that the nodes share: the same tokens, and every staging slot is free again, whoever died."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.config.protocol import Limits
+from common.config.schema import KvTransport
+from common.state.node_core import NodeCore
+from common.state.staging_slots import StagingSlots
+from decode_node.core.leg import DecodeLeg
+from tests.cluster.conftest import MakeCluster
+from tests.cluster.test_losses import FAST
+from tests.support.cluster import Cluster, NodeThread
+from tests.support.eventually import eventually
+from tests.support.tiny_llama import random_prompt, reference_tokens
+
+Reference = tuple[Path, Any]
+SHM: tuple[KvTransport, ...] = ("shm", "zmq")
+
+
+def staging_of(core: NodeCore) -> StagingSlots:
+    return next(leg.staging for leg in core.legs if isinstance(leg, DecodeLeg))
+
+
+def staged_at(node: NodeThread) -> int:
+    """Pieces that came by a slot."""
+    return int(node.shell._kv.counts()[1]["staged"])  # type: ignore[attr-defined]
+
+
+async def slots_in_use(c: Cluster, name: str) -> tuple[int, int]:
+    found: tuple[int, int] = await c.nodes[name].ask(
+        lambda core: (staging_of(core).num_granted, staging_of(core).num_quarantined)
+    )
+    return found
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("scheme", ["inproc", "tcp"])
+async def test_tokens_equal_transformers(cluster: MakeCluster, reference: Reference, scheme: str) -> None:
+    prompts = [random_prompt(seed, 5 + 19 * seed) for seed in range(8)]
+    limits = Limits(piece_target_bytes=2048, slots_per_transfer=2)
+    async with cluster(scheme=scheme, kv_transports=SHM, limits=limits, decode=2) as c:
+        answers = await asyncio.gather(*(c.generate(prompt, max_new_tokens=9) for prompt in prompts))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer == reference_tokens(reference[1], prompt, 9)
+        decodes = [node for node in c.nodes.values() if node.role == "decode"]
+        assert sum(staged_at(node) for node in decodes) > len(prompts)
+        for node in decodes:
+            assert await slots_in_use(c, node.name) == (0, 0)
+
+
+@pytest.mark.asyncio
+async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
+    cluster: MakeCluster, reference: Reference
+) -> None:
+    prompt = random_prompt(3, 40)
+    async with cluster(kv_transports=("zmq",)) as c:
+        c.options = replace(c.options, kv_transports=SHM)
+        c.kill("prefill-0")
+        c.add_node("prefill-1", "prefill", bind=c.dead[0].shell.endpoint)
+        await eventually(lambda: c.service.not_ready_reason("tiny") is None, "the new prefill node is known")
+        assert await c.generate(prompt, max_new_tokens=6) == reference_tokens(reference[1], prompt, 6)
+        assert staged_at(c.nodes["decode-0"]) == 0
+
+
+@pytest.mark.asyncio
+async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeCluster, reference: Reference) -> None:
+    prompt = random_prompt(2, 60)
+    async with cluster(prefill=2, kv_transports=SHM, timers=msgspec.structs.replace(FAST, quarantine_s=0.3)) as c:
+        prefills = [node for node in c.nodes.values() if node.role == "prefill"]
+        for node in prefills:
+            node.pauses.arm("after_layer")
+        answer = asyncio.create_task(c.generate(prompt, max_new_tokens=8))
+        await eventually(lambda: any(n.pauses.is_reached("after_layer") for n in prefills), "the first layers")
+        serving = next(node for node in prefills if node.pauses.is_reached("after_layer"))
+        for node in prefills:
+            if node is not serving:
+                node.pauses.release_all()
+        while (await slots_in_use(c, "decode-0"))[0] == 0:
+            await asyncio.sleep(0.01)
+        c.kill(serving.name)
+        assert await answer == reference_tokens(reference[1], prompt, 8)
+        while await slots_in_use(c, "decode-0") != (0, 0):
+            await asyncio.sleep(0.01)
