@@ -46,7 +46,6 @@ def load_set(*texts: str) -> ClusterConfig:
         (["limits.transfers_per_peer=17"], "limits.transfers_per_peer"),
         (["serve.restart_min_s=11"], "serve.restart_min_s"),
         (["node.kv_transports=['shm']"], "node.kv_transports"),
-        (["node.kv_transports=['mooncake', 'zmq']"], "node.kv_transports"),
         (["prefill.bind=tcp://10.0.0.1:*"], "prefill.bind"),
         (["decode.kv_bind=tcp://0.0.0.0:*"], "decode.kv_bind"),
         (["node.allow_remote=true", "decode.kv_bind=tcp://0.0.0.0:*"], "decode.kv_advertise"),
