@@ -132,7 +132,7 @@ def mover(own: Incarnation, load: Load, post: Callable[[KvEvent], None]) -> Iter
 def send(load: Load, endpoint: str, place: str) -> None:
     """The other process: warms up with one piece, sends all when told to, and says at the end what CPU time it took."""
     with mover(SENDER, load, lambda _: None) as (made, _):
-        made.open(RECEIVER, endpoint, place)
+        made.open(RECEIVER, endpoint, staging=place)
         made.send(load.piece(load.num_pieces), (), load.slots)
         sys.stdin.readline()
         started = time.process_time()

@@ -232,7 +232,7 @@ def decode(context: TransportContext) -> Iterator[Node]:
 
 
 def joined(prefill: Node, decode: Node) -> None:
-    prefill.mover.open(decode.me, decode.endpoint, decode.mover.staging_place)
+    prefill.mover.open(decode.me, decode.endpoint, staging=decode.mover.staging_place)
 
 
 def pieces_of(prefill: Node, decode: Node, count: int, number: int = 1):
@@ -254,7 +254,7 @@ def test_pieces_go_through_slots_and_more_of_them_than_there_are_slots(prefill: 
 
 
 def test_without_reach_without_slots_and_too_large_pieces_go_in_messages(prefill: Node, decode: Node):
-    prefill.mover.open(decode.me, decode.endpoint, "shm://elsewhere/1/2/3/4/5")
+    prefill.mover.open(decode.me, decode.endpoint, staging="shm://elsewhere/1/2/3/4/5")
     key, pieces = pieces_of(prefill, decode, 2)
     decode.mover.expect(key, TABLE, 2, (0,))
     prefill.mover.send(pieces[0], TABLE, (0,))
