@@ -67,7 +67,7 @@ PROFILES: dict[str, Profile] = {
     "deadlines": Profile(delays=True, deadlines=0.6, poisoned=0.1),
     "drain": Profile(delays=True, drains=2),
     "preemption": Profile(requests=12, preemption=1.0),
-    "swap": Profile(requests=12, delays=True, leaving=0.1, blips=0.5, drains=0.3, preemption=1.0, swap=1.0),
+    "swap": Profile(requests=16, span_s=0.8, delays=True, leaving=0.1, blips=0.5, drains=0.3, preemption=1.0, swap=1.0),
     "overload": Profile(requests=24, overload=1.0, span_s=1.5),
     "both": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.4, both=1.0),
     "mixed": Profile(delays=True, leaving=0.2, blips=2, crashes=1, drains=0.5, preemption=0.3, mixed=1.0),
