@@ -6,32 +6,26 @@ process for them, and the node hears of it as of a failed engine. The kernel end
 """
 
 import logging
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
-import msgspec
-
 from common.device.base import Device
 from common.errors import InvariantError, KvferryError
-from common.ids import Incarnation, new_incarnation
+from common.ids import Incarnation
 from common.kv_transfer.interface import KvEvent
 from common.parallel.collectives import GroupCollectives
 from common.parallel.group import TCPStore, meet, open_store
 from common.parallel.shard import Shard
 from common.ranks import messages
+from common.ranks.child import RankProcess, start_rank
 from common.ranks.messages import (
     Begin,
     Done,
     Failed,
     FromRank,
     Loaded,
-    Outgoing,
     Quit,
     RankSpec,
     Ready,
@@ -72,22 +66,6 @@ class TeamListener(Protocol):
         ...
 
 
-class _Child:
-    """One rank's process."""
-
-    def __init__(self, rank: int, me: Incarnation, process: "subprocess.Popen[bytes]") -> None:
-        self.rank = rank
-        self.me = me
-        self.process = process
-        self.outgoing: Outgoing[ToRank] = Outgoing()
-        self.incoming = messages.from_rank()
-        self.poll_handle = os.pidfd_open(process.pid)
-
-    def kill(self) -> None:
-        """At once, whatever it does; it stays to be reaped."""
-        self.process.kill()
-
-
 class RankTeam:
     """The other ranks of this process's node. `start`, `wait_loaded`, `begin`, ..., `close`; used by any thread."""
 
@@ -105,7 +83,7 @@ class RankTeam:
         self._wakeup = Wakeup()
         self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._wakeup)
         self._store: TCPStore | None = open_store()
-        self._children: dict[Incarnation, _Child] = {}
+        self._children: dict[Incarnation, RankProcess] = {}
         self._listener: TeamListener | None = None
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._changed = threading.Condition()
@@ -124,8 +102,9 @@ class RankTeam:
         self._loop.add(self._wakeup, self._send_all)
         lead = self._socket.bind(_BIND)
         self._loop.add(self._socket, self._receive)
+        assert self._store is not None
         for rank in range(1, self._spec.size):
-            child = self._start_child(rank, lead)
+            child = start_rank(self._spec, rank, lead, self._store.port)
             self._children[child.me] = child
             self._loop.add(child, lambda child=child: self._on_end(child))  # type: ignore[misc]
         self._thread.start()
@@ -166,15 +145,15 @@ class RankTeam:
             began = len(self._said[Ready]) == len(self._children)
         self.tell(Quit())
         for child in self._children.values():
-            if not (began and _ends_within(child.process, QUIT_TIMEOUT_S)):
+            if not (began and child.ends_within(QUIT_TIMEOUT_S)):
                 child.kill()
-                child.process.wait()
+                child.wait()
         self._wakeup.set()
         if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
         for child in self._children.values():
-            os.close(child.poll_handle)
+            child.close()
         self._children.clear()
         self._wakeup.close()
         self._context.close()
@@ -225,7 +204,7 @@ class RankTeam:
 
     def _ended(self) -> bool:
         with self._changed:
-            return self._closing and all(child.process.poll() is not None for child in self._children.values())
+            return self._closing and all(child.has_ended for child in self._children.values())
 
     def _send_all(self) -> None:
         for rank, message in self._inbox.take_all():
@@ -244,7 +223,7 @@ class RankTeam:
                 except InvariantError as error:
                     self._lose(f"rank {child.rank}: {error}")
 
-    def _take(self, child: _Child, message: FromRank) -> None:
+    def _take(self, child: RankProcess, message: FromRank) -> None:
         event = _event(message)
         if event is not None:
             if self._listener is not None:
@@ -253,7 +232,7 @@ class RankTeam:
         if isinstance(message, Failed):
             # It may have failed because another one is ending, which is what somebody wants to read.
             for other in self._children.values():
-                if other is not child and _ends_within(other.process, ENDING_S):
+                if other is not child and other.ends_within(ENDING_S):
                     self._on_end(other)
             self._lose(f"rank {child.rank}: {message.reason}")
             return
@@ -264,11 +243,9 @@ class RankTeam:
                 self._said[type(message)][child.rank] = message
             self._changed.notify_all()
 
-    def _on_end(self, child: _Child) -> None:
+    def _on_end(self, child: RankProcess) -> None:
         self._loop.remove(child)  # twice does no harm
-        code = child.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        self._lose(f"rank {child.rank} (process {child.process.pid}) {how}")
+        self._lose(child.wait())
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -291,31 +268,6 @@ class RankTeam:
                 raise RankLostError(f"a rank took longer than {timeout_s:g} s {what}")
             if self._lost:
                 raise RankLostError(self._lost)
-
-    def _start_child(self, rank: int, lead: str) -> _Child:
-        assert self._store is not None
-        me = new_incarnation()
-        spec = msgspec.structs.replace(
-            self._spec, rank=rank, me=me, lead=lead, store_port=self._store.port, parent_pid=os.getpid()
-        )
-        threads = str(spec.settings.threads)
-        process = subprocess.Popen(
-            (sys.executable, "-m", "common.ranks.agent"),
-            stdin=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
-        )
-        assert process.stdin is not None
-        with process.stdin as pipe:
-            pipe.write(msgspec.json.encode(spec))
-        return _Child(rank, me, process)
-
-
-def _ends_within(process: "subprocess.Popen[bytes]", timeout_s: float) -> bool:
-    try:
-        process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def _event(message: FromRank) -> KvEvent | None:
