@@ -7,7 +7,6 @@ PROTOCOL rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generat
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -16,6 +15,7 @@ from common.errors import InvariantError
 from common.ids import Incarnation, TransferKey
 from common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
 from common.state.actions import Action, Send, SendPiece, StopPieces
+from common.state.decode_peers import DecodePeers
 from common.state.handover_send_table import FINAL, OPEN, SEND_TABLE, SendEvent, SendState
 from common.state.piece_plan import KvShape, PiecePlan
 from common.state.table import Machine
@@ -31,18 +31,6 @@ class NextToken:
     num_tokens: int
     """Positions with KV before it."""
     cached_tokens: int
-
-
-class DecodePeers(Protocol):
-    """What is known of decode nodes."""
-
-    def may_live(self, candidate: Candidate) -> bool:
-        """False when another life, or none, is known to be at its address."""
-        ...
-
-    def can_stage(self, peer: Incarnation) -> bool:
-        """Whether this life's staging slots can be written from here."""
-        ...
 
 
 @dataclass(slots=True)
