@@ -1,4 +1,4 @@
-"""Ranges of integers in messages: checked once, where a message is decoded. Types only.
+"""Ranges of numbers in messages: checked once, where a message is decoded. Types only.
 
 What a peer sends is used as an index, a length or a time without another look; so none is negative, and none so large
 that arithmetic with it, or a loop over it, could harm the receiver.
@@ -22,5 +22,9 @@ Milliseconds = Annotated[int, Meta(ge=0, le=10**12)]
 """Up to thirty years."""
 Priority = Annotated[int, Meta(ge=1, le=5)]
 """1 comes first."""
+PositiveFloat = Annotated[float, Meta(gt=0)]
+"""What is divided by."""
+Probability = Annotated[float, Meta(gt=0, le=1)]
+"""Of something that must not be impossible."""
 Seed = Annotated[int, Meta(ge=0)]
 """Up to 2**64 - 1: a header with a larger number is not valid (JSON numbers beyond that are no integers there)."""

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from common.ranges import Count, Positions, Seed, TokenId
+from common.ranges import Count, Positions, PositiveFloat, Probability, Seed, TokenId
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,11 +18,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """0 to 2**64 - 1. With the absolute position it fixes every draw."""
     do_sample: bool = False
     """False: arg-max of the penalised logits; temperature, top_k and top_p have no effect then."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     top_k: Count = 0
     """0 means the whole vocabulary."""
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
+    top_p: Probability = 1.0
+    repetition_penalty: PositiveFloat = 1.0
     ignore_eos: bool = False
     """For benchmarks: generate max_new_tokens whatever comes."""
     stop_token_ids: tuple[TokenId, ...] = ()

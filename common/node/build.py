@@ -183,6 +183,7 @@ class NodeBuilder:
         timers, limits, settings = self._around.timers, self._around.limits, self._settings
         return SchedulerConfig(
             eos_token_ids=frozenset(self._loaded.info.eos_token_ids),
+            vocab_size=self._loaded.info.vocab_size,
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,
             aging_s=timers.aging_s,

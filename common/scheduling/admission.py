@@ -55,6 +55,9 @@ class Admission:
             raise RequestInvalidError(f"priority {spec.priority} is not in 1..5")
         if spec.num_known - spec.num_prompt_tokens >= spec.sampling.max_new_tokens:
             raise RequestInvalidError(f"all {spec.sampling.max_new_tokens} output tokens are known already")
+        largest = max(spec.token_ids)
+        if largest >= self._config.vocab_size:
+            raise RequestInvalidError(f"token id {largest} is outside the vocabulary [0, {self._config.vocab_size})")
         num_tokens = spec.max_kv_tokens if to_the_end or spec.mode == "decode" else spec.tokens_to_start
         if self._pool.blocks_for(num_tokens) > self._pool.num_total:
             raise RequestInvalidError(

@@ -130,11 +130,13 @@ class Scheduler:
         """RESERVED or COMMITTED -> DECODING: positions 0 .. num_tokens - 1 have KV, next_token is at num_tokens.
 
         num_tokens is the number of known ids, or one less (then next_token must be the last known id, an output
-        token); ProtocolError otherwise, and nothing is changed. Answers Sampled for next_token (the stream starts with
-        it), and Finished when that token ends it.
+        token), and next_token is of the vocabulary; ProtocolError otherwise, and nothing is changed. Answers Sampled
+        for next_token (the stream starts with it), and Finished when that token ends it.
         """
         seq = self._table.get(seq_id, Status.RESERVED, Status.COMMITTED)
         known = seq.spec.num_known
+        if next_token >= self._config.vocab_size:
+            raise ProtocolError(f"id {next_token} is outside the vocabulary [0, {self._config.vocab_size})")
         goes_on_from_last = seq.spec.is_replan and num_tokens == known - 1 and next_token == seq.token_ids[-1]
         if num_tokens != known and not goes_on_from_last:
             raise ProtocolError(f"handed over {num_tokens} tokens and id {next_token}, but {known} ids are known")

@@ -11,6 +11,8 @@ class SchedulerConfig:
 
     eos_token_ids: frozenset[int] = frozenset()
     """The model's own."""
+    vocab_size: int = 2**32
+    """Ids at or beyond it have no row in the model's tables: a sequence with one is refused."""
     max_step_tokens: int = 512
     """Token budget of one step: decode tokens first, the rest for prompt chunks."""
     max_chunk_tokens: int = 0
@@ -30,8 +32,8 @@ class SchedulerConfig:
     """Kept free while sequences decode, so that these can grow; rounded up to whole blocks."""
 
     def __post_init__(self) -> None:
-        if min(self.max_step_tokens, self.max_running, self.max_steps_in_flight) < 1:
-            raise ConfigError("max_step_tokens, max_running and max_steps_in_flight must be at least 1")
+        if min(self.max_step_tokens, self.max_running, self.max_steps_in_flight, self.vocab_size) < 1:
+            raise ConfigError("max_step_tokens, max_running, max_steps_in_flight, vocab_size must be at least 1")
         if self.max_running > self.max_step_tokens:
             raise ConfigError(
                 f"max_running ({self.max_running}) must not exceed max_step_tokens ({self.max_step_tokens}): "

@@ -37,6 +37,10 @@ class AmbiguousLengthError(KvferryError):
     """The head says in two ways how long the body is: what stands before this server may have read another one."""
 
 
+class HttpVersionError(KvferryError):
+    """The head names a version of HTTP that is not spoken here."""
+
+
 class DeadlineExceededError(KvferryError):
     """The request's own timeout passed."""
 
@@ -69,6 +73,7 @@ _KINDS: tuple[tuple[type[KvferryError], int, str], ...] = (
     (BodyTooLargeError, 413, "Request Too Large"),
     (BodyTooSlowError, 408, "Request Timeout"),
     (AmbiguousLengthError, 400, "Bad Request"),
+    (HttpVersionError, 505, "HTTP Version Not Supported"),
     (DeadlineExceededError, 408, "Request Timeout"),
     (GenerationError, 424, "Generation Error"),
     (OverloadedError, 429, "Too Many Requests"),
@@ -115,7 +120,7 @@ def _text_or(error: Exception | None, text: str) -> str:
 def _headers(error: BaseException, status: int) -> tuple[tuple[str, str], ...]:
     if isinstance(error, OverloadedError | UnavailableError):
         return (("Retry-After", str(max(1, math.ceil(error.retry_after_s)))),)
-    if status == 413 or isinstance(error, BodyTooSlowError | AmbiguousLengthError):
+    if status == 413 or isinstance(error, BodyTooSlowError | AmbiguousLengthError | HttpVersionError):
         # What is left of the body is not wanted, so this connection cannot carry another request.
         return (("Connection", "close"),)
     return ()

@@ -25,6 +25,7 @@ class Exchange:
         self.started_s = started_s
         self.method = str(scope.get("method", ""))
         self.path = str(scope.get("path", ""))
+        self.http_version = str(scope.get("http_version", "1.1"))
         self.client_id = ""
         """The client's own id, once it was checked."""
         self.model = ""

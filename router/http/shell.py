@@ -16,12 +16,14 @@ from common.within import within
 from router.http.access_log import log_exchange
 from router.http.asgi import Message, Receive, Scope, Send
 from router.http.dependencies import AppDependencies
-from router.http.errors import AmbiguousLengthError, ClientGoneError, problem_of
+from router.http.errors import AmbiguousLengthError, ClientGoneError, HttpVersionError, problem_of
 from router.http.exchange import SCOPE_KEY, Exchange
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
+_HTTP_VERSIONS = ("1.0", "1.1")
+"""The server parses any number; what others mean (HTTP/2's preface, say) it does not know."""
 _NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
-_BODY_UNREAD = (400, 413)
+_BODY_UNREAD = (400, 413, 505)
 """Answers that are given before the body was read."""
 LINGER_S = 2.0
 """How long a connection that is refused in the middle of its body is read on, so that the client reads the answer."""
@@ -56,7 +58,11 @@ class AsgiShell:
         if exchange.method not in _KNOWN_METHODS:
             inner["method"] = "TRACE"  # Served nowhere: falcon answers 404 or 405, as for any other wrong method.
         try:
-            if exchange.has_two_lengths:
+            if exchange.http_version not in _HTTP_VERSIONS:
+                await answer.fail(
+                    HttpVersionError(f"head: HTTP/{exchange.http_version} is not spoken here, HTTP/1.1 is")
+                )
+            elif exchange.has_two_lengths:
                 await answer.fail(AmbiguousLengthError("head: both Content-Length and Transfer-Encoding"))
             else:
                 await self._app(dict(inner), _receive_no_body, answer.send)

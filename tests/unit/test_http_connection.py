@@ -149,6 +149,25 @@ def test_a_head_with_two_lengths_is_refused(path: str):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("line", "status"), [("9.9", 505), ("2.0", 505), ("1.0", 200)])
+def test_a_version_of_http_that_is_not_spoken_is_told(line: str, status: int):
+    async def run() -> None:
+        http = HttpApp()
+        async with serve(http) as port, connect(port) as client:
+            head = f"POST {PATH} HTTP/{line}\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n"
+            await client.send(head.encode() + BODY)
+            reply = await client.reply()
+            assert reply.status == status
+            if status == 505:
+                assert reply.json()["error"] == f"head: HTTP/{line} is not spoken here, HTTP/1.1 is"
+                assert reply.headers["connection"] == "close"
+            assert await client.reader.read() == b""
+            assert len(http.service.streams) == (status == 200)
+            assert not http.log.records
+
+    asyncio.run(run())
+
+
 def test_a_body_of_exactly_the_limit_is_read():
     async def run() -> None:
         http = HttpApp(settings=RouterConfig(max_body_bytes=100_000))

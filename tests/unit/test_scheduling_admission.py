@@ -187,3 +187,19 @@ def test_load_tells_the_truth():
         block_size=4,
         prompt_tokens=5 + 10 + 7 + 7,
     )
+
+
+@pytest.mark.parametrize("known", [([1, 199], []), ([1], [2**32 - 1])])
+def test_an_id_outside_the_vocabulary_is_refused_wherever_it_comes_in(known: tuple[list[int], list[int]]):
+    """The engine would fail at it, and all others of its node with it."""
+    node = node_with(8, vocab_size=199)
+    present = node.scheduler.add(make_spec([198]), 0.0)
+    wrong = make_spec(*known)
+    for come in (
+        node.scheduler.add,
+        node.scheduler.reserve,
+        lambda spec, now: node.scheduler.take_over(present, spec, now),
+    ):
+        with pytest.raises(RequestInvalidError, match=r"outside the vocabulary \[0, 199\)"):
+            come(wrong, 0.0)
+    assert node.scheduler.live_ids == (present,)

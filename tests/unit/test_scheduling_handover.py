@@ -292,6 +292,15 @@ def test_a_handover_of_another_length_changes_nothing(node, outputs, token, num_
     node.scheduler.check_invariants()
 
 
+def test_a_handover_with_an_id_outside_the_vocabulary_changes_nothing():
+    node = make_node(vocab_size=2000)
+    seq_id, _ = reserve(node, make_spec(10))
+    with pytest.raises(ProtocolError, match=r"id 2000 is outside the vocabulary \[0, 2000\)"):
+        node.scheduler.activate(seq_id, 2000, 10, 0.0)
+    assert node.scheduler.status(seq_id) is Status.RESERVED
+    node.scheduler.check_invariants()
+
+
 def test_only_reservations_are_activated(node):
     seq_id = prefill(node, 6)
     with pytest.raises(InvariantError, match="is prefilled, not reserved, committed"):

@@ -1,4 +1,4 @@
-"""Integers out of their range: refused where a message is decoded, so that no other place has to ask."""
+"""Numbers out of their range: refused where a message is decoded, so that no other place has to ask."""
 
 import json
 from collections.abc import Iterator
@@ -81,3 +81,13 @@ def test_the_largest_of_each_range_is_taken(name: str, path: Path, most: int):
     decode(with_value(name, path, most), LIMITS)
     with pytest.raises(ProtocolError):
         decode(with_value(name, path, most + 1), LIMITS)
+
+
+@pytest.mark.parametrize("name", ["Job", "Reserve"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 0.0), ("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.01), ("repetition_penalty", 0.0)],
+)
+def test_what_no_draw_can_be_made_with_is_refused(name: str, field: str, value: float):
+    with pytest.raises(ProtocolError, match=field):
+        decode(with_value(name, ("sampling", field), value), LIMITS)
