@@ -107,7 +107,7 @@ def table(sides: Sequence[Side]) -> Iterator[str]:
 
 
 def plot(sides: Sequence[Side], path: Path) -> None:
-    """Bars of both times, on a scale of powers. KvferryError without matplotlib."""
+    """Bars of both times. KvferryError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -120,6 +120,7 @@ def plot(sides: Sequence[Side], path: Path) -> None:
         "with prompts, p50": [_known(side.disturbed.itl_ms).p50 for side in sides],
         "with prompts, p99": [_known(side.disturbed.itl_ms).p99 for side in sides],
     })  # fmt: skip
+    between.set_yscale("log")
     between.set_title("between two tokens of a stream, ms")
     _bars(first, sides, {
         "p50": [_known(side.prompts.ttft_ms).p50 for side in sides],
@@ -134,7 +135,6 @@ def _bars(axis: "Axes", sides: Sequence[Side], rows: dict[str, list[float]]) -> 
     for number, (label, values) in enumerate(rows.items()):
         axis.bar([index + number * width for index in range(len(sides))], values, width, label=label)
     axis.set_xticks([index + 0.4 - width / 2 for index in range(len(sides))], [side.layout for side in sides])
-    axis.set_yscale("log")
     axis.legend(fontsize="small")
 
 

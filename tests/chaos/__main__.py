@@ -44,6 +44,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--real", action="store_true", help="the small real model, and smaller numbers")
     parser.add_argument("--keys", action="store_true", help="with keys on all sockets")
+    parser.add_argument(
+        "--nodes", type=_counts, default=(2, 2, 0), metavar="P,D,U", help="how many of each role (2,2,0)"
+    )
     parser.add_argument("--requests", type=int, help="at least so many (5000; real 500)")
     parser.add_argument("--faults", type=int, help="kills, stops, SIGTERMs and cuts (200; real 25)")
     parser.add_argument("--gap", type=float, help="mean seconds between two faults (3; real 8)")
@@ -60,6 +63,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _counts(text: str) -> tuple[int, int, int]:
+    prefill, decode, unsplit = (int(word) for word in text.split(","))
+    return prefill, decode, unsplit
+
+
 def main(argv: list[str]) -> int:
     args = parse(argv)
     make_links: Callable[[Sequence[str]], Links] = ProxyLinks
@@ -72,7 +80,9 @@ def main(argv: list[str]) -> int:
         directory = Path(name)
         model = real_model_path() if args.real else tiny_model(directory / "m")
         keys = KeyRing(directory / "keys") if args.keys else None
-        shape = Shape(model, settings=_REAL_SETTINGS if args.real else _SETTINGS, keys=keys)
+        settings = _REAL_SETTINGS if args.real else _SETTINGS
+        prefill, decode, unsplit = args.nodes
+        shape = Shape(model, prefill, decode, settings=settings, keys=keys, unsplit=unsplit)
         with standing(shape, directory, make_links) as stand:
             try:
                 result = asyncio.run(run_trial(stand, plan, _target(stand, args)))

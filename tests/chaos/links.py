@@ -62,6 +62,7 @@ def node_words(name: str, settings: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(word for key, value in settings.items() for word in ("--set", f'{role}.{key}="{value}"'))
 
 
-def parts_of(prefill: int, decode: int) -> tuple[str, ...]:
+def parts_of(prefill: int, decode: int, unsplit: int) -> tuple[str, ...]:
     """Everything that has links."""
-    return ("router", *(f"prefill-{n}" for n in range(prefill)), *(f"decode-{n}" for n in range(decode)))
+    counts = {"prefill": prefill, "decode": decode, "unsplit": unsplit}
+    return ("router", *(f"{role}-{n}" for role, count in counts.items() for n in range(count)))

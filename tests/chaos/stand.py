@@ -30,10 +30,11 @@ class Shape:
     settings: Mapping[str, object] = field(default_factory=dict)
     keys: KeyRing | None = None
     """With keys on all sockets."""
+    unsplit: int = 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return parts_of(self.prefill, self.decode)[1:]
+        return parts_of(self.prefill, self.decode, self.unsplit)[1:]
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,16 @@ def tiny_model(directory: Path) -> Path:
 @contextlib.contextmanager
 def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]], Links]) -> Iterator[Stand]:
     """Start it; stopped and checked by `tests.support.serve` at the end."""
-    parts = parts_of(shape.prefill, shape.decode)
+    parts = parts_of(shape.prefill, shape.decode, shape.unsplit)
     links = make_links(parts)
     try:
         places = directory / "places.json"
         write_places(places, links.places())
         settings = {**shape.settings, **(shape.keys.settings() if shape.keys else {})}
         options = ServeOptions(
-            shape.model, shape.prefill, shape.decode, shape.workers, settings, ("tests.chaos.launch", str(places))
-        )
+            shape.model, shape.prefill, shape.decode, shape.workers, settings, ("tests.chaos.launch", str(places)),
+            unsplit=shape.unsplit,
+        )  # fmt: skip
         with serving(options) as served, _watch(served, shape.keys) as watch:
             stand = Stand(shape, served, links, watch)
             stand.wait_whole()
