@@ -35,6 +35,8 @@ class Room:
     def make(self, batch: Batch, now: float, events: list[SchedulerEvent]) -> None:
         """Give blocks, and take them from the worst where it must be; copies go into the batch."""
         self._num_promised = 0
+        if not self._table.count(Status.SWAPPED) and not self._needy(None):
+            return
         best = best_of(*(self._members(status) for status in (Status.DECODING, Status.SWAPPING, Status.SWAPPED)))
         for seq in self._members(Status.SWAPPED):
             if seq is not best and now - seq.swapped_at > self._config.swap_wait_s:

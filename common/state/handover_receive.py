@@ -6,6 +6,7 @@ OWNED       committed: this node answers for the request, but pieces are missing
 RUNNING     every piece is there and right: it decodes
 FINISHED    its last token was drawn
 FAILED      no token could be drawn
+TAKEN_BACK  granted and not kept; its prefill node knows, or will
 GIVEN_BACK  preempted, or drained: it goes on elsewhere
 LOST        it cannot go on here: pieces or time are missing
 The last four are records without blocks, kept until the worker's list no longer has them.
@@ -27,6 +28,7 @@ class ReceiveState(Enum):
 
     QUEUED = auto()
     RESERVED = auto()
+    TAKEN_BACK = auto()
     OWNED = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -40,6 +42,9 @@ class ReceiveEvent(Enum):
 
     GRANT = auto()
     """There is room."""
+    TAKE_BACK = auto()
+    """The decode node does not keep what it granted. A copy of the Reserve must not be granted anew: pieces that were
+    sent for the first grant would be taken for the second one's."""
     COMMIT = auto()
     """The prefill node hands it over."""
     GO_ON_HERE = auto()
@@ -63,6 +68,8 @@ RECEIVE_TABLE = Table(
     {
         (_S.QUEUED, _E.GRANT): _S.RESERVED,
         (_S.QUEUED, _E.GO_ON_HERE): _S.RUNNING,
+        (_S.QUEUED, _E.TAKE_BACK): _S.TAKEN_BACK,
+        (_S.RESERVED, _E.TAKE_BACK): _S.TAKEN_BACK,
         (_S.RESERVED, _E.COMMIT): _S.OWNED,
         (_S.OWNED, _E.COMPLETE): _S.RUNNING,
         (_S.OWNED, _E.LOSE): _S.LOST,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from common.errors import InvariantError
 from common.ids import Incarnation, PlanKey, TransferKey
-from common.protocol.messages import Gone
+from common.protocol.messages import Gone, Refused, Revoke
 from common.scheduling.scheduler import Scheduler
 from common.state.actions import Action, ForgetPieces, Send
 from common.state.handover_receive import ReceiveEvent, ReceiveState
@@ -54,6 +54,15 @@ class EntryTable:
         self.by_plan.pop(entry.plan_key, None)
         self.by_key.pop(entry.key, None)
         return actions
+
+    def take_back(self, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
+        """It is not kept, and its prefill node is told so. Remembered until that no longer lists it: the Reserve may
+        come once more."""
+        actions = self._end_sequence(entry, now)
+        self.queued.pop(entry.key, None)
+        entry.ledger, entry.taken_back = None, answer
+        entry.machine.move(ReceiveEvent.TAKE_BACK, now)
+        return [*actions, Send(entry.key.prefill, answer)]
 
     def lose(self, entry: Entry, why: str, now: float) -> list[Action]:
         """It cannot go on here: a record is left, and its worker is told."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from common.errors import InvariantError
 from common.ids import Incarnation, PlanKey, TransferKey
-from common.protocol.messages import Commit, FinishReason, Reserve
+from common.protocol.messages import Commit, FinishReason, Refused, Reserve, Revoke
 from common.scheduling.sequence import SequenceSpec
 from common.state.handover_receive import (
     HOLDS_BLOCKS,
@@ -36,6 +36,8 @@ class Entry:
     ledger: PieceLedger | None = None
     staged: bool = False
     """Its sender can write into staging slots."""
+    taken_back: Revoke | Refused | None = None
+    """What its prefill node was told, and is told again, when the reservation was not kept."""
     commit: Commit | None = None
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared where the prompt was computed."""
@@ -108,14 +110,16 @@ class Entry:
 
     @property
     def is_open(self) -> bool:
-        """Not committed: the prefill node may still take it back."""
-        return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED)
+        """Not committed: it is there for its prefill node, as long as that lists it."""
+        return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED, ReceiveState.TAKEN_BACK)
 
     def check_invariants(self) -> None:
         """Raises InvariantError when state and holdings disagree."""
         holds = self.seq_id is not None
         if holds != (self.state in HOLDS_BLOCKS):
             raise InvariantError(f"{self.key} is {self.state.name} with sequence {self.seq_id}")
+        if (self.taken_back is not None) != (self.state is ReceiveState.TAKEN_BACK):
+            raise InvariantError(f"{self.key} is {self.state.name} and was told {self.taken_back}")
         owned = self.state in (ReceiveState.OWNED, ReceiveState.RUNNING)
         if owned and (self.commit is None) != self.computed_here:
             raise InvariantError(f"{self.key} is {self.state.name} and its Commit is {self.commit}")

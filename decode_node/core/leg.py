@@ -21,7 +21,7 @@ from common.scheduling.events import Failed, Finished, GivenBack, Sampled, Sched
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.sequence import SequenceSpec
 from common.scheduling.step import StepPlan
-from common.state.actions import Action, Send
+from common.state.actions import Action
 from common.state.clients import Client, ClientTable
 from common.state.events import Event, PieceArrived, PieceBad, SessionClosed
 from common.state.handover_receive import ReceiveEvent, ReceiveState
@@ -129,7 +129,8 @@ class DecodeLeg:
 
     def knows(self, request_id: RequestId, attempt: int) -> bool:
         """Whether anything is held or recorded for this attempt."""
-        return PlanKey(request_id, attempt) in self.entries.by_plan
+        entry = self.entries.by_plan.get(PlanKey(request_id, attempt))
+        return entry is not None and entry.taken_back is None
 
     # -- transport
 
@@ -211,14 +212,14 @@ class DecodeLeg:
         actions = self._reservations.take_back_unused(now)
         actions += self.staging.tick(lambda peer: self.clients().get(peer) is not None, now)
         for entry in self.entries:
-            if entry.is_record:
+            if entry.is_record or entry.taken_back is not None:
                 continue
             actions += self._expire(entry, now) if now > entry.deadline else self._takeover.tick(entry, now)
         return actions
 
     def _expire(self, entry: Entry, now: float) -> list[Action]:
         if entry.is_open:
-            return [*self.entries.drop(entry, now), Send(entry.key.prefill, Refused(key=entry.key, reason="deadline"))]
+            return self.entries.take_back(entry, Refused(key=entry.key, reason="deadline"), now)
         return self.entries.lose(entry, "deadline", now)
 
     def flush(self, now: float) -> list[Action]:

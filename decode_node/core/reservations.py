@@ -100,6 +100,8 @@ class Reservations:
             return [Send(entry.key.prefill, Queued(key=entry.key))]
         if entry.state is ReceiveState.RESERVED:
             return [self._grant_message(entry)]
+        if entry.taken_back is not None:
+            return [Send(entry.key.prefill, entry.taken_back)]
         return []  # committed since: the Reserve is an old copy
 
     def grant_queued(self, now: float) -> list[Action]:
@@ -152,9 +154,10 @@ class Reservations:
 
     def _revoke(self, entry: Entry, reason: str, now: float) -> list[Action]:
         """Not committed, so nobody rests on it: its prefill node asks the next candidate."""
-        return [*self.entries.drop(entry, now), Send(entry.key.prefill, Revoke(key=entry.key, reason=reason))]
+        return self.entries.take_back(entry, Revoke(key=entry.key, reason=reason), now)
 
     def drain(self, now: float) -> list[Action]:
         """Grant nothing more; what is not committed is taken back."""
         self.draining = True
-        return [action for entry in self.entries if entry.is_open for action in self._revoke(entry, "draining", now)]
+        waiting = [e for e in self.entries if e.state in (ReceiveState.QUEUED, ReceiveState.RESERVED)]
+        return [action for entry in waiting for action in self._revoke(entry, "draining", now)]

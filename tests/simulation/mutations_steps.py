@@ -6,14 +6,17 @@ from dataclasses import replace
 import msgspec
 
 from common.ids import Incarnation, TransferKey
+from common.protocol.messages import Refused, Revoke
 from common.scheduling import batch, room
 from common.scheduling.admission import Admission
 from common.scheduling.preemption import rank
 from common.scheduling.sequence import Sequence
 from common.scheduling.step import ScheduledSequence
+from common.state.actions import Action, Send
 from common.state.handover_receive import ReceiveState
 from common.state.handover_send import HandoverSender
 from common.state.node_core import NodeCore
+from decode_node.core.entries import EntryTable
 from decode_node.core.entry import Entry
 from decode_node.core.reservations import Reservations
 from prefill_node.core.job import JobState, PrefillJob
@@ -109,11 +112,19 @@ def _uncounted(right: Patched) -> Patched:
     return job
 
 
+def _forget_taken_back(_: Patched) -> Patched:
+    def take_back(self: EntryTable, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
+        return [*self.drop(entry, now), Send(entry.key.prefill, answer)]
+
+    return take_back
+
+
 STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("one position too many counts as cached", "19", Admission, "acquire", _one_more_cached),
     Mutation("held KV does not go with the list", "22", JobTable, "drop", _keep_held, "full"),
     Mutation("pieces carry what is there already", "23", HandoverSender, "on_granted", _all_lacked),
     Mutation("a failed hand-over moves nothing", "27", Reports, "_on_handover_failed", nothing, "full"),
+    Mutation("what was taken back is granted anew", "28", EntryTable, "take_back", _forget_taken_back, "swap"),
     Mutation("what is owned gives way to a better class", "28", Reservations, "_make_room", _take_back_owned, "full"),
     Mutation("a refusal counts as a loss", "34", RequestTable, "setback", _costly_setback, "full"),
     Mutation("what ends its nodes is tried again and again", "34", RequestTable, "loss", _no_crash, "killers"),

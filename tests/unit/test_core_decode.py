@@ -84,8 +84,9 @@ class Bench:
             staged=staged,
         )
 
-    def commit(self, now: float = 0.2, pieces: int = 2):
-        message = Commit(key=self.key(), num_pieces=pieces, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)
+    def commit(self, now: float = 0.2, pieces: int = 2, key: TransferKey | None = None):
+        key = key or self.key()
+        message = Commit(key=key, num_pieces=pieces, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)
         return self.done(self.leg.on_message(self.prefill, message, now), now)
 
     def piece(self, number: int) -> Piece:

@@ -361,6 +361,9 @@ def test_the_backstop_of_a_deadline_frees_and_reports(bench):
     bench.reserve()
     assert bench.leg.tick(61.0) == []
     assert said(bench.done(bench.leg.tick(61.2), 61.2), Refused)[0].reason == "deadline"
+    assert bench.leg.scheduler.is_quiescent()
+    assert bench.leg.tick(61.3) == []
+    bench.leg.on_message(bench.prefill, Abort(key=bench.key()), 61.4)
     assert bench.leg.is_quiescent()
 
 

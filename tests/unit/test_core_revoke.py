@@ -32,7 +32,23 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     assert revoked(actions) == [(OTHERS[2], "priority")]
     assert ForgetPieces(bench.key(request=OTHERS[2])) in actions
     assert [type(message) for message in said(actions, Queued | Granted)] == [Queued, Granted]
-    assert {entry.key.request_id for entry in bench.leg.entries} == {OTHERS[0], OTHERS[1], REQUEST}
+    held = {entry.key.request_id for entry in bench.leg.entries if entry.taken_back is None}
+    assert held == {OTHERS[0], OTHERS[1], REQUEST}
+
+
+def test_what_was_taken_back_is_not_granted_anew():
+    """By a late copy of its Reserve: pieces of the first grant, still under way, would be taken for the second's."""
+    bench = make_bench(num_blocks=4)
+    key = bench.key(request=OTHERS[1])
+    bench.reserve(0.1, key=key, priority=5)
+    taken = bench.reserve(0.2, key=bench.key(request=REQUEST), priority=1)
+    assert revoked(taken) == [(OTHERS[1], "priority")]
+    again = bench.reserve(0.3, key=key, priority=5)
+    assert (revoked(again), said(again, Granted)) == ([(OTHERS[1], "priority")], [])
+    assert said(bench.commit(0.4, key=key), CommitRefused) != []
+    assert not bench.leg.knows(OTHERS[1], key.attempt)
+    later = key._replace(generation=key.generation + 1)
+    assert said(bench.reserve(0.5, key=later, priority=5), Queued) != []
 
 
 def test_an_equal_class_does_not_give_way():
