@@ -54,6 +54,12 @@ class GenerationError(KvferryError):
     """The model could not generate: not-a-number logits, say."""
 
 
+class OutOfSocketsError(KvferryError):
+    """This process has no descriptor, or ZeroMQ no socket, left; one may come free."""
+
+    retryable = True
+
+
 class ProtocolError(KvferryError):
     """A peer sent something that the control protocol does not allow."""
 

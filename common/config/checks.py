@@ -13,6 +13,7 @@ from common.config.endpoints import Endpoint, parse_endpoint
 from common.config.protocol import Limits, Timers
 from common.config.resolve import node_counts
 from common.config.schema import ROLES, ClusterConfig, RoleConfig
+from common.config.shown import shown
 from common.errors import ConfigError
 
 _MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s"}
@@ -26,10 +27,31 @@ _IN_ORDER = (
 _NOT_ABOVE = (("backoff_min_s", "backoff_max_s"), ("reconnect_min_s", "reconnect_max_s"), ("repeat_s", "commit_wait_s"))
 
 
+_LONGEST_S = 1e9
+_SHORTEST_S = 0.001
+_LARGEST = 2**53
+_MOST = {
+    "router.workers": 1024,
+    "router.backlog": 65_535,
+    "node.threads": 4096,
+    "node.nodes_on_host": 1024,
+    "node.tensor_parallel": 1024,
+    "serve.prefill": 1024,
+    "serve.decode": 1024,
+    "serve.unsplit": 1024,
+    **{f"{role}.threads": 4096 for role in ROLES},
+}
+"""Processes, threads and the like: more of them would not be refused but would take the host down."""
+
+
 def check_config(config: ClusterConfig) -> None:
     """ConfigError for the first thing that cannot work."""
     if "/" in config.model.name:
         raise ConfigError(f"model.name: {config.model.name!r} has a slash, so no URL could name it")
+    for key, text in _names(config):
+        if not text.isprintable():
+            raise ConfigError(f"{key}: {shown(text)} has characters that cannot be printed")
+    _check_sizes(config)
     if config.model.name != config.model.name.strip():
         raise ConfigError("model.name: begins or ends with white space")
     _check_timers(config.timers)
@@ -57,10 +79,32 @@ def model_name(config: ClusterConfig) -> str:
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
+def _names(config: ClusterConfig) -> Iterator[tuple[str, str]]:
+    yield "model.name", config.model.name
+    yield "model.path", config.model.path
+    yield "router.host", config.router.host
+    for role in ROLES:
+        yield f"{role}.name", config.role(role).name
+
+
+def _check_sizes(config: ClusterConfig) -> None:
+    """Numbers beyond all reason would fail somewhere later, and tell of something else."""
+    for section, content in msgspec.to_builtins(config).items():
+        for key, value in content.items():
+            name = f"{section}.{key}"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            most = _MOST.get(name, _LONGEST_S if isinstance(value, float) else _LARGEST)
+            if not value <= most:
+                raise ConfigError(f"{name}: expected at most {most:g}, got {value:g}")
+
+
 def _check_timers(timers: Timers) -> None:
     for name, value in msgspec.structs.asdict(timers).items():
         if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
             raise ConfigError(f"timers.{name}: expected a number of seconds above 0, got {value:g}")
+        if 0 < value < _SHORTEST_S:
+            raise ConfigError(f"timers.{name}: expected at least {_SHORTEST_S:g} s, got {value:g}")
     for low, high in _IN_ORDER:
         if getattr(timers, low) >= getattr(timers, high):
             raise ConfigError(f"timers.{low}: must be below timers.{high}")

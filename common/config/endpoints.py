@@ -7,6 +7,7 @@ have. So who connects knows, wherever the endpoint came from. Pure; resolves no 
 import ipaddress
 from typing import NamedTuple
 
+from common.config.shown import shown
 from common.errors import ConfigError
 
 SCHEMES = ("tcp", "ipc", "inproc")
@@ -69,15 +70,19 @@ def parse_endpoint(text: str) -> Endpoint:
     """Take an endpoint apart; ConfigError when it is none."""
     place, marked, key = text.partition(_KEY_MARK)
     if marked and not is_key(key):
-        raise ConfigError(f"{text!r} is not an endpoint: expected {KEY_DIGITS} hexadecimal digits after {_KEY_MARK}")
+        raise ConfigError(
+            f"'{shown(text)}' is not an endpoint: expected {KEY_DIGITS} hexadecimal digits after {_KEY_MARK}"
+        )
     scheme, found, rest = place.partition("://")
     if not found or scheme not in SCHEMES or not rest:
-        raise ConfigError(f"{text!r} is not an endpoint: expected tcp://host:port, ipc://path or inproc://name")
+        raise ConfigError(f"'{shown(text)}' is not an endpoint: expected tcp://host:port, ipc://path or inproc://name")
     if scheme != "tcp":
         return Endpoint(scheme, rest, None, key)
     host, colon, port = rest.rpartition(":")
     if port == "*":
         port = "0"
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError(f"{text!r} is not an endpoint: expected tcp://host:port, with * or 0 for any free port")
+        raise ConfigError(
+            f"'{shown(text)}' is not an endpoint: expected tcp://host:port, with * or 0 for any free port"
+        )
     return Endpoint(scheme, host.removeprefix("[").removesuffix("]"), int(port), key)

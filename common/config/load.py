@@ -15,13 +15,13 @@ import msgspec
 from common.config.checks import check_config
 from common.config.docs import section_keys
 from common.config.schema import ClusterConfig, section_types
+from common.config.shown import shown
 from common.config.toml import TomlValue, toml_value
 from common.errors import ConfigError
 
 Tables = dict[str, dict[str, TomlValue]]
 """section -> key -> value, as TOML gives it."""
 
-_SHOWN_CHARS = 60
 _PATHS = {
     "model": ("path",),
     "security": ("allowed_keys", "node_key_file", "router_key_file"),
@@ -62,7 +62,7 @@ def parse_override(text: str) -> Override:
         raise ConfigError(f"--set {text!r}: expected section.key=value")
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, or beyond what its reader takes
         return Override(section, key, raw.strip())
     if len(parsed) > 1:
         raise ConfigError(f"--set {text!r}: expected one value")
@@ -74,8 +74,10 @@ def _read_file(path: Path) -> Tables:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: not TOML: nested too deeply") from None
+    except ValueError as error:  # no TOML, no UTF-8, a number with too many digits, no path at all
+        raise ConfigError(f"{shown(str(path), 4096)}: not TOML: {shown(str(error), 300)}") from None
     for name, section in content.items():
         if name in section_types() and not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a section, [{name}]")
@@ -105,11 +107,11 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, TomlValue]]) -> None:
     for name, content in tables.items():
         if name not in sections:
             hint = _nearest(name, sections, "[{}]") or "; there are " + ", ".join(sections)
-            raise ConfigError(f"[{name}]: unknown section{hint}")
+            raise ConfigError(f"[{shown(name)}]: unknown section{hint}")
         known = [field.name for field in msgspec.structs.fields(sections[name])]
         for key in content:
             if key not in known:
-                raise ConfigError(f"{name}.{key}: unknown key{_hint(name, key, known)}")
+                raise ConfigError(f"{name}.{shown(key)}: unknown key{_hint(name, key, known)}")
 
 
 def _hint(section: str, key: str, known: list[str]) -> str:
@@ -150,4 +152,4 @@ def _shown(value: TomlValue) -> str:
         text = toml_value(value)
     except TypeError:  # a table or a date: nothing that a key takes
         text = str(value)
-    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+    return shown(text)

@@ -17,6 +17,8 @@ from common.state.table import Machine, Table
 
 FORGET_AFTER_S = 60.0
 """A dead link that nobody announces is dropped after this long."""
+MOST_LINKS = 1024
+"""Links that are kept for what others name: each costs descriptors, and anybody may name anything."""
 LATE_S = 2.0
 """What comes this soon from a life that another one has followed is late, and changes nothing. Not for ever: two lives
 may be welcomed in the wrong order, and the one that lives says so again."""
@@ -151,15 +153,29 @@ class LinkTable:
     _last_tick: float | None = None
 
     def add(self, endpoint: str, now: float, *, static: bool = False) -> list[Action]:
-        """Know of a node at this endpoint (no effect when it is known already)."""
+        """Know of a node at this endpoint (no effect when it is known already).
+
+        With MOST_LINKS the oldest one that never answered gives way; where all did, the new one is not taken.
+        """
         link = self.links.get(endpoint)
         if link is not None:
             link.last_announced = now
             link.static = link.static or static
             return []
+        actions: list[Action] = []
+        if not static and len(self.links) >= MOST_LINKS:
+            silent = min(
+                (other for other in self.links.values() if other.welcome is None and not other.static),
+                key=lambda other: other.last_announced,
+                default=None,
+            )
+            if silent is None:
+                return []
+            del self.links[silent.endpoint]
+            actions.append(CloseLink(silent.endpoint))
         link = Link(endpoint, static, Machine(LINK_TABLE, endpoint), last_announced=now, dead_since=now)
         self.links[endpoint] = link
-        return [OpenLink(endpoint), *self._say_hello(link, now)]
+        return [*actions, OpenLink(endpoint), *self._say_hello(link, now)]
 
     def peer(self, incarnation: Incarnation) -> Link | None:
         """The link to this process life, while it is the one that lives there."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from common.config.protocol import Limits, Timers
-from common.errors import ConfigError, ProtocolError
+from common.errors import ConfigError, OutOfSocketsError, ProtocolError
 from common.ids import Incarnation
 from common.protocol.messages import Envelope, Message
 from common.protocol.wire import Frame, decode, encode
@@ -90,15 +90,15 @@ class ClientLinks:
     def open(self, endpoint: str) -> None:
         """Make a link to this endpoint. A wrong address is logged, not raised: it came from another process.
 
-        A key that is not allowed may be soon: each Hello tries again.
+        A key that is not allowed may be soon, and so may a descriptor be free: each Hello tries again.
         """
         link = LinkSocket(self._context, self._own, self._options)
         monitor = LinkMonitor(self._context, link)
-        link.open()
         try:
+            link.open()
             monitor.open()
             link.connect(endpoint)
-        except ConfigError as error:
+        except (ConfigError, OutOfSocketsError) as error:
             if self._unconnected.get(endpoint) != str(error):
                 self._log.warning("%s", error)
             self._unconnected[endpoint] = str(error)

@@ -6,13 +6,14 @@ since ZeroMQ asks about them context by context.
 """
 
 import contextlib
+import errno
 import logging
 import os
 import threading
 
 import zmq
 
-from common.errors import InvariantError
+from common.errors import InvariantError, OutOfSocketsError
 from common.transport.channel import Channel
 from common.transport.security import Security
 from common.transport.zap import ZapHandler
@@ -46,7 +47,14 @@ class TransportContext:
                 self._owner_pid = os.getpid()
             elif self._owner_pid != os.getpid():
                 raise InvariantError("a ZeroMQ context does not survive a fork: make it in the child")
-            socket = self._context.socket(kind)
+            try:
+                socket = self._context.socket(kind)
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                raise OutOfSocketsError(
+                    f"no {description}: {error.strerror} ({len(self._open)} sockets are open; see ulimit -n)"
+                ) from None
             socket.setsockopt(zmq.LINGER, 0)
             self._open[socket] = description
             return socket

@@ -104,3 +104,58 @@ def test_a_relative_model_path_is_relative_to_the_file(tmp_path: Path):
     assert load_config(tmp_path / "cluster.toml").model.path == str(tmp_path / "models" / "a.gguf")
     (tmp_path / "cluster.toml").write_text('[model]\npath = "/elsewhere/a.gguf"\n')
     assert load_config(tmp_path / "cluster.toml").model.path == "/elsewhere/a.gguf"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"x = " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+        (b"[timers]\nbeat_s = " + b"9" * 5000, "not TOML"),
+        (b'[node]\n"a\\nb" = 1', r"node\.a\\nb: unknown key"),
+        (b'["a\\nb"]', r"\[a\\nb\]: unknown section"),
+    ],
+)
+def test_what_the_toml_reader_chokes_on_is_one_line(tmp_path: Path, content: bytes, words: str):
+    file = tmp_path / "cluster.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_config(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_can_be_none_is_one_line():
+    with pytest.raises(ConfigError, match=r"no\\x00where"):
+        load_config(Path("no\0where"))
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000 + "]" * 5000])
+def test_an_override_that_the_toml_reader_chokes_on_is_shown_shortly(value: str):
+    with pytest.raises(ConfigError, match=r"node\.threads: expected") as caught:
+        load_config(None, [parse_override(f"node.threads={value}")])
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "router.workers=1025",
+        "serve.prefill=100000",
+        "node.threads=9007199254740992",
+        "node.kv_cache_bytes=99999999999999999999",
+        "router.body_timeout_s=inf",
+        "serve.stop_bound_s=1e308",
+        "timers.beat_s=1e-300",
+        "timers.hold_s=1e308",
+        'prefill.name="a\\nb"',
+        'model.name="\\u0000"',
+        'router.host="\\n"',
+        f"decode.bind={'k' * 70_000}",
+    ],
+)
+def test_values_beyond_all_reason_are_refused_in_one_short_line(setting: str):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [parse_override(setting)])
+    text = str(caught.value)
+    assert text.startswith(setting.partition("=")[0] + ": ")
+    assert text.isprintable()
+    assert len(text) < 250

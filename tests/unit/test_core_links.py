@@ -4,8 +4,8 @@ from common.config.protocol import Timers
 from common.ids import Incarnation
 from common.model_info import Compatibility, ModelInfo
 from common.protocol.messages import Hello, Status, Welcome
-from common.state.actions import BindPeer, SendHello
-from common.state.links import LinkState, LinkTable
+from common.state.actions import BindPeer, CloseLink, OpenLink, SendHello
+from common.state.links import MOST_LINKS, LinkState, LinkTable
 
 HERE = "tcp://node:1"
 OLD, NEW = Incarnation("1" * 32), Incarnation("2" * 32)
@@ -101,4 +101,30 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
         now += 0.1
         table.tick(now)
     assert table.take_lost() == [OLD]
+    table.check_invariants()
+
+
+def test_named_nodes_without_end_cost_no_links_without_end():
+    """Whoever may announce may name anything: what never answered gives way, what did does not."""
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.1)
+    table.add("tcp://fixed:1", 0.0, static=True)
+    for number in range(MOST_LINKS):
+        actions = table.add(f"tcp://nobody:{number}", 1.0 + number)
+        assert OpenLink(f"tcp://nobody:{number}") in actions
+        assert len(table.links) <= MOST_LINKS
+    assert CloseLink("tcp://nobody:1") in actions
+    assert {HERE, "tcp://fixed:1"} <= set(table.links)
+    assert table.add("tcp://another:1", 5.0, static=True)  # what is configured is always had
+    table.check_invariants()
+
+
+def test_a_node_too_many_is_not_taken_where_all_others_answered():
+    table = make_table()
+    for number in range(MOST_LINKS):
+        table.add(f"tcp://node:{number}", 0.0)
+        table.on_welcome(f"tcp://node:{number}", Incarnation(f"{number:032x}"), WELCOME, 0.1)
+    assert table.add("tcp://late:1", 1.0) == []
+    assert len(table.by_peer) == MOST_LINKS
     table.check_invariants()
