@@ -52,9 +52,7 @@ class TransportContext:
             except zmq.ZMQError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                raise OutOfSocketsError(
-                    f"no {description}: {error.strerror} ({len(self._open)} sockets are open; see ulimit -n)"
-                ) from None
+                raise OutOfSocketsError(f"no {description}: {error.strerror} (see ulimit -n)") from None
             socket.setsockopt(zmq.LINGER, 0)
             self._open[socket] = description
             return socket

@@ -13,7 +13,7 @@ from common.protocol.messages import Hello
 from common.transport import context as context_module
 from common.transport.client_links import ClientLinks
 from common.transport.poll_loop import PollLoop
-from tests.support.transport import transport_context
+from tests.support.transport import transport_context, wait_until
 
 HELLO = Hello(kind="worker", name="w")
 
@@ -46,8 +46,8 @@ def test_links_beyond_what_there_is_wait_until_one_is_closed(
         assert all("ulimit -n" in text for text in told)
         for endpoint in opened:
             links.close(endpoint)
-        links.send_unaddressed(waiting, HELLO)
-        assert waiting in links.endpoints()
+        # A socket that is closed is given back by ZeroMQ's own thread, some time.
+        wait_until(lambda: waiting in links.endpoints(), step=lambda: links.send_unaddressed(waiting, HELLO))
         links.close_all()
 
 
@@ -55,6 +55,6 @@ def test_what_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(context_module, "MAX_SOCKETS", 1)
     with transport_context() as context:
         only = context.open_socket(zmq.PAIR, "the only one")
-        with pytest.raises(OutOfSocketsError, match=r"no node socket at x: Too many open files \(1 sockets are open"):
+        with pytest.raises(OutOfSocketsError, match=r"no node socket at x: Too many open files \(see"):
             context.open_socket(zmq.PAIR, "node socket at x")
         context.close_socket(only)
