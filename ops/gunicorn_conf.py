@@ -14,6 +14,7 @@ from common.config.load import load_config
 from common.with_parent import die_with_parent
 from ops.launcher.cluster import CONFIG_ENV
 from ops.launcher.gunicorn_logger import GunicornLogger
+from ops.launcher.metrics_files import forget_gauges
 
 if TYPE_CHECKING:
     from gunicorn.arbiter import Arbiter
@@ -49,8 +50,5 @@ def post_fork(server: "Arbiter", worker: "Worker") -> None:
 
 def child_exit(server: "Arbiter", worker: "Worker") -> None:
     """In the arbiter: the gauges of a worker that is gone do not count any more."""
-    if os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-        from prometheus_client import multiprocess
-
-        with contextlib.suppress(OSError):
-            multiprocess.mark_process_dead(worker.pid)  # type: ignore[no-untyped-call] # it has no types
+    with contextlib.suppress(OSError):
+        forget_gauges(os.environ, worker.pid)

@@ -8,12 +8,11 @@ from common.config.load import load_config
 from common.errors import ConfigError
 from common.log import setup_logging
 from ops.launcher.cluster import CONFIG_ENV
+from ops.launcher.metrics_files import reserve_metrics_files
 
 
 def create_app() -> object:
     """The ASGI application of the configuration that the environment names."""
-    from ops.compose import create_router_app
-
     path = os.environ.get(CONFIG_ENV)
     if not path:
         raise ConfigError(f"{CONFIG_ENV} is not set: it names the cluster's configuration file")
@@ -23,4 +22,7 @@ def create_app() -> object:
         # In a worker these tell of its life only, which the arbiter does too, and of a socket that is closed twice.
         for name in ("uvicorn.error", "gunicorn.error"):
             logging.getLogger(name).setLevel(logging.WARNING)
+    reserve_metrics_files(os.environ, os.getpid())
+    from ops.compose import create_router_app  # it imports the prometheus client, which looks at the environment then
+
     return create_router_app(config)

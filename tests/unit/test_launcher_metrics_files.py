@@ -1,0 +1,79 @@
+"""Metrics files have their room before they are mapped; a worker without room for them serves all the same."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ops.launcher import metrics_files
+from ops.launcher.metrics_files import KINDS, RESERVED_BYTES, VARIABLE, forget_gauges, reserve_metrics_files
+
+_WORKER = """
+import os, sys
+from ops.launcher.metrics_files import reserve_metrics_files
+reserve_metrics_files(os.environ, os.getpid())
+from prometheus_client import CollectorRegistry
+from router.api import ServiceCounts, Usage
+from router.http.metrics import metrics_from_environment
+metrics = metrics_from_environment(os.environ, CollectorRegistry())
+for model in map(str, range(int(sys.argv[1]))):
+    metrics.received(model)
+    metrics.submitted(model)
+    metrics.first_token(model, 0.1)
+    metrics.generated(model, Usage(3, 4), 1.0, 0.5)
+    metrics.observe_service((model,), ServiceCounts({}, {}, {}, {}))
+    metrics.generation_over(model, had_tokens=True)
+print(metrics.reads_files)
+"""
+
+
+def run_worker(directory: Path, models: int) -> str:
+    environment = {**os.environ, VARIABLE: str(directory)}
+    command = [sys.executable, "-c", _WORKER, str(models)]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout.decode().strip()
+
+
+def test_no_file_is_sparse_nor_grows_with_twenty_models(tmp_path: Path):
+    assert run_worker(tmp_path, 20) == "True"
+    files = sorted(tmp_path.iterdir())
+    assert sorted(file.name.rpartition("_")[0] for file in files) == sorted(KINDS)
+    for file in files:
+        assert file.stat().st_size == RESERVED_BYTES
+        assert file.stat().st_blocks * 512 >= RESERVED_BYTES
+
+
+def test_without_room_there_are_no_files_and_no_death(tmp_path: Path):
+    assert run_worker(tmp_path / "nowhere", 1) == "False"
+
+
+def test_what_was_reserved_in_part_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    reserved = []
+
+    def full_at_the_third(fd: int, offset: int, size: int) -> None:
+        reserved.append(size)
+        if len(reserved) == 3:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(metrics_files.os, "posix_fallocate", full_at_the_third)
+    environ = {VARIABLE: str(tmp_path), "OTHER": "x"}
+    reserve_metrics_files(environ, 5)
+    assert environ == {"OTHER": "x"}
+    assert list(tmp_path.iterdir()) == []
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: no room for metrics (No space left on device): /metrics tells the numbers of one worker only"
+    ]
+
+
+def test_gauges_of_a_worker_that_is_gone_do_not_count(tmp_path: Path):
+    environ = {VARIABLE: str(tmp_path)}
+    for pid in (7, 77):
+        reserve_metrics_files(environ, pid)
+    forget_gauges(environ, 7)
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        ["counter_7.db", "histogram_7.db", *(f"{kind}_77.db" for kind in KINDS)]
+    )
+    forget_gauges({}, 77)
