@@ -29,6 +29,8 @@ _NOT_ABOVE = (("backoff_min_s", "backoff_max_s"), ("reconnect_min_s", "reconnect
 
 _LONGEST_S = 1e9
 _SHORTEST_S = 0.001
+_LEAST_HEADER_BYTES = 65_536
+_ID_BYTES = 4
 _LARGEST = 2**53
 _MOST = {
     "router.workers": 1024,
@@ -36,12 +38,17 @@ _MOST = {
     "node.threads": 4096,
     "node.nodes_on_host": 1024,
     "node.tensor_parallel": 1024,
+    "node.staging_slots": 65_536,
+    "node.staging_slot_bytes": 2**30,
+    "limits.control_high_water": 10**6,
+    **dict.fromkeys(("timers.link_heartbeat_s", "timers.link_timeout_s"), 86_400),
+    **dict.fromkeys(("timers.reconnect_min_s", "timers.reconnect_max_s"), 86_400),
     "serve.prefill": 1024,
     "serve.decode": 1024,
     "serve.unsplit": 1024,
     **{f"{role}.threads": 4096 for role in ROLES},
 }
-"""Processes, threads and the like: more of them would not be refused but would take the host down."""
+"""More processes or threads would take the host down; larger numbers would not fit where the system takes them."""
 
 
 def check_config(config: ClusterConfig) -> None:
@@ -56,6 +63,9 @@ def check_config(config: ClusterConfig) -> None:
         raise ConfigError("model.name: begins or ends with white space")
     _check_timers(config.timers)
     _check_limits(config.limits)
+    if config.limits.job_ids_max_bytes < _ID_BYTES * config.node.max_model_len:
+        least = _ID_BYTES * config.node.max_model_len
+        raise ConfigError(f"limits.job_ids_max_bytes: expected at least {least}, {_ID_BYTES} a token of max_model_len")
     if config.serve.restart_min_s > config.serve.restart_max_s:
         raise ConfigError("serve.restart_min_s: must not be above serve.restart_max_s")
     _check_counts(config)
@@ -125,6 +135,8 @@ def _check_limits(limits: Limits) -> None:
                 raise ConfigError(f"limits.{name}: expected a share from 0 to 1, got {value:g}")
         elif value < 1:
             raise ConfigError(f"limits.{name}: expected at least 1, got {value}")
+    if limits.header_max_bytes < _LEAST_HEADER_BYTES:
+        raise ConfigError(f"limits.header_max_bytes: expected at least {_LEAST_HEADER_BYTES}")
     if limits.piece_target_bytes > limits.piece_max_bytes:
         raise ConfigError("limits.piece_target_bytes: must not be above limits.piece_max_bytes")
     if limits.transfers_per_peer > limits.transfers_per_node:

@@ -58,12 +58,13 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
     try:
         with _signals(shell, log):
             thread.start()
-            _announce(settings, builder, thread, announcer)
-            _tell_ready(log, settings.name, builder.model_info.name, shell.endpoint)
             try:
+                _announce(settings, builder, thread, announcer)
+                _tell_ready(log, settings.name, builder.model_info.name, shell.endpoint)
                 ended = thread.wait()
             finally:
                 announcer.close()
+                thread.end()
     finally:
         context.close()
     log.info("%s ends: %s", settings.name, ended.reason)
@@ -197,6 +198,12 @@ class _ControlThread:
             raise self._error
         assert self._ended is not None
         return self._ended
+
+    def end(self) -> None:
+        """Whatever went wrong elsewhere: its sockets are closed before their context is."""
+        if self._thread.is_alive():
+            self.shell.stop("the process ends")
+            self._thread.join(START_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

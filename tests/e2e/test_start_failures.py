@@ -2,6 +2,8 @@
 
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,24 @@ def test_too_little_memory_for_the_model(reference: Reference) -> None:
 def test_too_little_memory_for_one_request(reference: Reference) -> None:
     line = fails(ServeOptions(reference.path, settings={"node.kv_cache_bytes": 4096}), 2)
     assert "kv_cache_bytes" in line
+
+
+def test_a_node_that_cannot_announce_itself_says_so(reference: Reference, tmp_path: Path) -> None:
+    """Its control thread runs already and has sockets open; that must not be what is told."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f"""
+        [model]
+        path = "{reference.path}"
+        [node]
+        max_model_len = 256
+        kv_cache_bytes = 8388608
+        [discovery]
+        announce_to = ["tcp://*:1035"]
+        """
+    )
+    command = (sys.executable, "-m", "ops.cli.main", "prefill", "--config", str(file))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
+    assert ended.returncode == 2, ended.stderr
+    line = "kvferry prefill: error: tcp://*:1035 is no address that can be connected to"
+    assert ended.stderr.splitlines()[-1] == line
