@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ops.launcher import metrics_files
 from ops.launcher.metrics_files import KINDS, RESERVED_BYTES, VARIABLE, forget_gauges, reserve_metrics_files
 
 _WORKER = """
@@ -58,7 +57,7 @@ def test_what_was_reserved_in_part_is_given_back(
         if len(reserved) == 3:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(metrics_files.os, "posix_fallocate", full_at_the_third)
+    monkeypatch.setattr(os, "posix_fallocate", full_at_the_third)
     environ = {VARIABLE: str(tmp_path), "OTHER": "x"}
     reserve_metrics_files(environ, 5)
     assert environ == {"OTHER": "x"}
