@@ -9,6 +9,7 @@
 A child that dies in STARTING by a signal, or in READY in any way, is started again after its policy's wait.
 """
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -250,4 +251,6 @@ class LauncherCore:
 
 
 def _how(code: int) -> str:
+    if code == -signal.SIGBUS:
+        return "was ended by SIGBUS: a file that it maps, a weights file perhaps, was cut while it was in use"
     return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"

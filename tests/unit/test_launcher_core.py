@@ -1,5 +1,7 @@
 """What the launcher decides, with a clock driven by hand."""
 
+import signal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,6 +118,14 @@ def test_a_child_that_is_killed_while_starting_gets_some_more_chances():
         assert launcher.send(ChildExited("router", -9)) == []
         assert launcher.tick(4.0) == [StartChild("router")]
     assert launcher.send(ChildExited("router", -9)) == [Finish("router could not start: was ended by signal 9")]
+
+
+def test_what_a_cut_file_does_is_told_in_words():
+    launcher = Launcher([PLANS[1]])
+    launcher.send(ReadySeen())
+    told = [action.text for action in launcher.send(ChildExited("router", -signal.SIGBUS)) if isinstance(action, Tell)]
+    assert len(told) == 1
+    assert "was ended by SIGBUS: a file that it maps, a weights file perhaps, was cut while it was in use" in told[0]
 
 
 def test_an_orderly_stop_goes_router_prefill_decode_proxy():
