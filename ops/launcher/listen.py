@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from common.errors import KvferryError
 
+UNREAD_S = 120.0
+"""A client that takes nothing for so long, although something waits for it, is cut off: its answer would be kept for as
+long as it stays. Of an answer that fits into the kernel's buffers it may read when it likes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Listener:
@@ -27,7 +31,7 @@ class Listener:
         self.socket.close()
 
 
-def listen(host: str, port: int, backlog: int) -> Listener:
+def listen(host: str, port: int, backlog: int, *, unread_s: float = UNREAD_S) -> Listener:
     """Bind and listen. KvferryError when the port is taken or the address is not this machine's."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -38,6 +42,7 @@ def listen(host: str, port: int, backlog: int) -> Listener:
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(unread_s * 1000))  # connections inherit it
         sock.bind(address)
         sock.listen(backlog)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -339,6 +340,21 @@ def test_port_zero_picks_one_and_a_taken_one_is_told():
 def test_an_address_that_is_none_is_told():
     with pytest.raises(KvferryError, match="is no address"):
         listen("no such host", 0, 5)
+
+
+def test_a_client_that_takes_nothing_is_cut_off():
+    """What waits for it would be kept for as long as it stays."""
+    listener = listen("127.0.0.1", 0, 1, unread_s=0.2)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.connect(("127.0.0.1", listener.port))
+        server, _ = listener.socket.accept()
+        with server:
+            server.settimeout(60.0)
+            with pytest.raises(OSError, match="timed out") as caught:
+                server.sendall(bytes(50_000_000))
+            assert caught.value.errno == errno.ETIMEDOUT  # the kernel's; that of settimeout has no number
+    listener.close()
 
 
 def test_a_wildcard_address_is_reached_through_loopback():
