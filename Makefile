@@ -1,10 +1,10 @@
-# What a user and the tests type. Needs Python 3.11 or later with venv and headers, gcc, g++ and make.
+# What a user and the tests type. Needs Python 3.11 or later with venv, make, and for the native ops a C++20 compiler.
 #
 #   make setup    environment in .venv, dependencies, native ops for this CPU, the small real model
 #   make demo     a cluster, one streamed request, everything stopped again
 #   make serve    the same cluster until Ctrl-C; ARGS="--port 8000" and the like are passed on
 #   make check    lint, format, types, import rules
-#   make test     check, then every test
+#   make test     check, then every test but those of test-npu
 #   make coverage lines and branches of the pure cores that their own tests and the simulation reach; 95 % at least
 #   make chaos    real processes under load that are killed, stopped and cut; CHAOS_ARGS="--faults 20" for less;
 #                 then the real model for a while, with CHAOS_REAL_ARGS
@@ -12,7 +12,9 @@
 #   make torture  simulated schedules of faults on all cores, 10,000 or TORTURE_ARGS="--seeds N", "--minutes M"; goes on
 #                 where it was stopped
 #   make test-npu the NPU code against the real torch_npu, in an environment of its own; needs no NPU
-#   make clean    remove what the others made here; the model stays in the user's cache
+#   make clean    remove what the others made here; the user's cache stays
+#   make clean-cache  remove the model, packed weights and native ops from the user's cache (~/.cache/kvferry, or
+#                 KVFERRY_CACHE)
 #
 # PIP_ARGS goes to every pip install, TORCH says which torch. PyTorch's CPU build, for example:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -43,7 +45,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CORE_TESTS := tests/simulation tests/unit/test_core_*.py tests/unit/test_scheduling_*.py tests/unit/test_kv_block_pool.py \
 	tests/unit/test_kv_hashing.py tests/property/test_scheduling_*.py tests/property/test_kv_block_pool_*.py
 
-.PHONY: setup model native demo serve check test chaos soak torture coverage test-npu clean
+.PHONY: setup model native demo serve check test chaos soak torture coverage test-npu clean clean-cache
 
 setup: $(DEV) native model
 
@@ -106,3 +108,8 @@ test-npu:
 clean:
 	rm -rf $(VENV) .venv-npu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Running nodes keep what they mapped. Only what this project put there: the variable may name a place with other files.
+clean-cache:
+	@cache="$${KVFERRY_CACHE:-$${HOME:?}/.cache/kvferry}"; cd "$$cache" 2>/dev/null || exit 0; \
+		rm -rf models packed native && echo "emptied $$cache"

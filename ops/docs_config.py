@@ -50,7 +50,11 @@ _MINDIE_ROWS = (
     ("cacheBlockSize", "`node.block_size`", "128 there, 16 here; a device may round it up"),
     ("maxPreemptCount", "`limits.max_preempt`", "per request here"),
     ("npuMemSize", "`node.kv_cache_bytes`", "bytes here, GB there"),
-    ("npuDeviceIds", "`model.device`", "the kind of device; which one is the process's own environment"),
+    (
+        "npuDeviceIds",
+        "`model.device`, `prefill.device_index`, `decode.device_index`, `unsplit.device_index`",
+        "the kind of device, and which of several a node takes; its further ranks take those after it",
+    ),
     ("ipAddress, port", "`router.host`, `router.port`", "1025 in both"),
     ("managementPort, metricsPort", "-", "health and metrics are served on `router.port`"),
     ("maxLinkNum", "`limits.queued_requests`, `limits.queued_tokens`", "bounds per prefill node; beyond them 429"),
@@ -59,7 +63,7 @@ _MINDIE_ROWS = (
     ("max_retry", "`limits.max_attempts`", "5 in both"),
     ("heartbeat", "`timers.beat_s`", "0.5 s here, 1 s there"),
     ("instance timeout", "`timers.dead_after_s`", "2.5 s here, 5 s there"),
-    ("worldSize", "-", "one rank per node for now"),
+    ("worldSize", "`node.tensor_parallel`", "ranks of one node, all on one host"),
 )
 
 

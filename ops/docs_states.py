@@ -1,4 +1,6 @@
-"""The page of state diagrams, drawn from the transition tables themselves. Writes no file; see `ops.docs_protocol`.
+"""The text of `ops/docs/states.md`, drawn from the transition tables themselves. A library: writes no file.
+
+`python -m ops.docs_protocol` writes the page.
 
 What a state or an event means is read from the source: the docstring below the member, or the line that begins with
 its name in the docstring of its module.

@@ -63,7 +63,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How routers learn which nodes exist: a small proxy on each router host hands announcements to its workers."""
+    """How routers learn which nodes exist: a small proxy on each router host hands announcements to its workers.
+
+    `kvferry serve` takes sockets in its run directory in place of the defaults, so that two clusters on one machine do
+    not meet; it takes what is written here as soon as one of these keys differs from its default."""
 
     announce_to: tuple[str, ...] = ("tcp://127.0.0.1:1035",)
     """Where nodes announce themselves: the proxy of each router host. Names are resolved again every

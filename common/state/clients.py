@@ -1,6 +1,6 @@
 """A node's view of its clients (router workers, prefill nodes) and of the lists they send. Pure.
 
-PROTOCOL rules 12 to 16: the list says all that a client wants here; what is old enough (number <= as_of) and absent is
+Protocol rules 12 to 16: the list says all that a client wants here; what is old enough (number <= as_of) and absent is
 freed; what comes late, old enough and absent, is refused. No tombstones, no leases, no acknowledgements.
 """
 

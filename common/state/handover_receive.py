@@ -12,7 +12,7 @@ LOST        it cannot go on here: pieces or time are missing
 The last four are records without blocks, kept until the worker's list no longer has them.
 A request whose prompt was computed in this very process is RUNNING at once: it has its blocks, and no pieces come.
 
-PROTOCOL rules 15, 16, 23 to 27.
+Protocol rules 15, 16, 23 to 27.
 """
 
 from collections.abc import Collection

@@ -2,7 +2,7 @@
 
 States and moves: `handover_send_table.py`. What the pieces are: `piece_plan.py`.
 
-PROTOCOL rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generation of its own.
+Protocol rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generation of its own.
 """
 
 from collections.abc import Callable

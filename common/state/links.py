@@ -1,6 +1,6 @@
 """The client's side of its links: which nodes are there, which of them live. Pure.
 
-Both router workers and prefill nodes (towards decode nodes) own one. PROTOCOL rules 6, 9, 10: a peer is alive on the
+Both router workers and prefill nodes (towards decode nodes) own one. Protocol rules 6, 9, 10: a peer is alive on the
 link where it is needed; a closed connection makes it suspect; refusal or another incarnation means dead at once;
 silence counts only while this process itself runs on time; a peer with work and no engine step is dead too.
 """

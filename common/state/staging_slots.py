@@ -1,4 +1,4 @@
-"""Which staging slot of this node may be written for which hand-over: the receiver's book. Pure. PROTOCOL rule 26.
+"""Which staging slot of this node may be written for which hand-over: the receiver's book. Pure. Protocol rule 26.
 
 A one-sided transport writes into memory of this process without asking, and a write may land late. So it gets slots,
 never cache blocks, and a slot goes to the next hand-over only when no write of the one before can come any more:

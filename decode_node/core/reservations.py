@@ -1,6 +1,6 @@
 """Who gets room on the decode node, and who has to give it back: Reserve, Granted, Queued, Refused, Revoke. Pure.
 
-PROTOCOL rules 13, 16, 18, 27, 28.
+Protocol rules 13, 16, 18, 27, 28.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How a job comes to the prefill node: wanted, admitted, queued with its age. Pure. PROTOCOL rules 13, 17, 19.
+"""How a job comes to the prefill node: wanted, admitted, queued with its age. Pure. Protocol rules 13, 17, 19.
 
 Here it is settled whether a job goes on in this process once its prompt is computed, or is handed over.
 """

@@ -1,7 +1,7 @@
 """All jobs of the prefill leg: found by plan and by sequence, and how their blocks are let go of. Pure.
 
 The scheduler owns blocks; a job has them through its sequence. While the transport may still read them they are pinned
-there, whatever becomes of the job. PROTOCOL rules 21 and 22.
+there, whatever becomes of the job. Protocol rules 21 and 22.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A prompt under way that others go before: its reservation does not wait with it. Pure. PROTOCOL rule 20.
+"""A prompt under way that others go before: its reservation does not wait with it. Pure. Protocol rule 20.
 
 The scheduler gives the prompts of better classes, then the older ones, all of a step. What gets nothing pauses: it
 keeps its blocks and what is computed, but room on a decode node that it cannot use soon is for those that can.

@@ -1,4 +1,4 @@
-"""What a worker tells each node regularly: the list of all that it wants there. Pure. PROTOCOL rules 12 to 15."""
+"""What a worker tells each node regularly: the list of all that it wants there. Pure. Protocol rules 12 to 15."""
 
 from dataclasses import dataclass, field
 

@@ -1,7 +1,7 @@
 """What nodes report of requests, and what follows from it. Pure.
 
 Only the current attempt counts, and only from the node that the attempt is at; the rest changes nothing.
-PROTOCOL rules 3, 14, 27, 29, 34.
+Protocol rules 3, 14, 27, 29, 34.
 """
 
 from dataclasses import dataclass

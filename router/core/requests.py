@@ -1,7 +1,7 @@
 """The requests of a router worker: how they come, wait, are planned, fall back, and end once. Pure.
 
 Only what moves a request is here; who says what is in `reports.py`, what nodes are told regularly in `lists.py`.
-PROTOCOL rules 3, 31, 33 to 35.
+Protocol rules 3, 31, 33 to 35.
 """
 
 import heapq

@@ -1,6 +1,6 @@
 """KV that is held for the next attempt: a router worker and a prefill node, whose messages reach one another at once.
 
-PROTOCOL rules 19, 22 and 27. The test speaks for the decode nodes and for a second prefill node, which never answers.
+Protocol rules 19, 22 and 27. The test speaks for the decode nodes and for a second prefill node, which never answers.
 """
 
 import random

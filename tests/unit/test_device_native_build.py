@@ -1,6 +1,7 @@
 """Building and choosing the native ops: what is missing is said, and then torch's ops are used."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,33 @@ def test_what_is_built_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> No
     ops_named("native")
     monkeypatch.setenv("CXX", "false")
     assert building.build() == building.library_path()
+
+
+def a_quick_compiler(directory: Path) -> str:
+    """Makes an empty file of what it is asked for."""
+    compiler = directory / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o700)
+    return str(compiler)
+
+
+def test_only_the_libraries_used_last_stay(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", a_quick_compiler(empty_cache))
+    others = [empty_cache / "native" / f"other-{i}" / "libkvferry.so" for i in range(building.KEPT_LIBRARIES + 1)]
+    for i, library in enumerate(others):
+        library.parent.mkdir(parents=True)
+        library.touch()
+        os.utime(library.parent, (i, i))
+    building.note_use(others[0])
+    ours = building.build()
+    assert ours.exists()
+    assert [library.exists() for library in others] == [True, False, False, *[True] * (len(others) - 3)]
+
+
+def test_one_that_is_loaded_or_found_again_counts_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops_named("native")
+    place = building.library_path().parent
+    for use in (cpu_ops, building.build):
+        os.utime(place, (0, 0))
+        use()
+        assert place.stat().st_mtime > 0

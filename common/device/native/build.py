@@ -5,6 +5,7 @@ takes seconds, and outlives upgrades of both. Its place in the user's cache is n
 CPU: a library for another CPU is never loaded. Loading (`library.py`) never builds.
 """
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -26,6 +27,8 @@ _FLAGS = ("-std=gnu++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-ma
           "-fPIC", "-fvisibility=hidden", "-pthread")  # fmt: skip
 _COMPILERS = ("g++", "clang++", "c++")
 _JOBS = 2
+KEPT_LIBRARIES = 8
+"""Those that were used last; others are removed when a new one is built. Several checkouts may share a cache."""
 _CPU_LINES = ("flags", "features", "model name", "cpu part")
 
 
@@ -53,6 +56,7 @@ def build(*, force: bool = False) -> Path:
     """The library's path, after building it if it is not there or `force` is given. Raises BuildError."""
     target = library_path()
     if target.exists() and not force:
+        note_use(target)
         return target
     compiler = find_compiler()
     if compiler is None:
@@ -61,9 +65,23 @@ def build(*, force: bool = False) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as work:
             _compile(shlex.split(compiler), Path(work)).replace(target)
+        _remove_oldest(target.parent.parent)
     except OSError as error:
         raise BuildError(f"{target.parent}: {error.strerror}") from None
     return target
+
+
+def note_use(library: Path) -> None:
+    """Count `library` among those that were used last."""
+    with contextlib.suppress(OSError):  # another user's cache, or one that cannot be written
+        os.utime(library.parent)
+
+
+def _remove_oldest(directory: Path) -> None:
+    """Processes that have one of these loaded keep it until they end."""
+    places = sorted(directory.iterdir(), key=lambda place: place.stat().st_mtime, reverse=True)
+    for place in places[KEPT_LIBRARIES:]:
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _compile(compiler: Sequence[str], work: Path) -> Path:

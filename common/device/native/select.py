@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from common.device.base import Ops
 from common.device.cpu_ops import CpuOps
-from common.device.native.build import library_path
+from common.device.native.build import library_path, note_use
 from common.device.native.library import load_library
 from common.device.native.ops import NativeOps
 from common.errors import DeviceUnavailableError
@@ -42,6 +42,7 @@ def probe_native() -> NativeProbe:
         return NativeProbe(None, f"{path} cannot be loaded: {error}")
     if not _is_right(ops):
         return NativeProbe(None, f"{path} gives wrong results; remove it, then {HOW_TO_BUILD}")
+    note_use(path)
     return NativeProbe(ops, str(path))
 
 
