@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
+from common.models.architectures import architecture_of
 from common.models.config import ModelConfig
 from common.models.family import HfSettings
-from common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES, architecture_of
+from common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES
 from common.models.json_file import read_json
 from common.models.registry import family
 from common.models.settings import Settings

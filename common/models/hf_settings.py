@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from common.errors import ModelLoadError
+from common.models.architectures import architecture_of
 from common.models.config import ModelConfig, RopeConfig
 from common.models.family import HfSettings
 from common.models.rope import rope_from_settings
@@ -20,14 +21,6 @@ HARMLESS_PREFIXES = ("_", "transformers.js")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_TOP_K = 1000
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-
-
-def architecture_of(settings: Settings) -> str:
-    """The one class name under `architectures`."""
-    names = settings.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ModelLoadError(f"config.json: architectures must name one architecture, found {names!r}")
-    return names[0]
 
 
 def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> ModelConfig:

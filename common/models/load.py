@@ -20,12 +20,13 @@ from common.models.config import ModelConfig
 from common.models.footprint import Footprint, footprint
 from common.models.gguf_config import read_gguf_config
 from common.models.hf_config import read_hf_config
+from common.models.hf_files import safetensors_files
 from common.models.identity import model_identity
 from common.models.packed_store import SUFFIX, PackedStore, open_store
 from common.models.registry import family
 from common.models.weights import TrackedWeights, WeightSource
 from common.models.weights_gguf import GgufWeights
-from common.models.weights_hf import HfWeights, safetensors_files
+from common.models.weights_hf import HfWeights
 from common.parallel.collectives import ALONE, Collectives
 from common.tokenizer.gguf_header import read_gguf_header
 

@@ -1,7 +1,8 @@
-"""Architecture names to model families. A new family adds one line here and one file beside it."""
+"""Architecture names to model families. A new family adds a line here, its name to `architectures`
+and one file beside it."""
 
-from common.errors import ModelLoadError
 from common.models import deepseek, llama, mistral, qwen2, qwen3, qwen3_moe
+from common.models.architectures import require_known
 from common.models.family import Family
 
 _FAMILIES: dict[str, Family] = {
@@ -15,14 +16,7 @@ _FAMILIES: dict[str, Family] = {
 }
 
 
-def known_architectures() -> tuple[str, ...]:
-    """Every architecture that can be served, sorted."""
-    return tuple(sorted(_FAMILIES))
-
-
 def family(architecture: str) -> Family:
     """The family of an architecture. Raises ModelLoadError with the list of known ones."""
-    if architecture not in _FAMILIES:
-        known = ", ".join(known_architectures())
-        raise ModelLoadError(f"architecture {architecture} is not supported; known are {known}")
+    require_known(architecture)
     return _FAMILIES[architecture]

@@ -9,23 +9,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ModelLoadError
-from common.models.json_file import read_json
+from common.models.hf_files import safetensors_files
 from common.models.weights import Part
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-
-
-def safetensors_files(directory: Path) -> tuple[Path, ...]:
-    """The checkpoint's files, sorted by name. Raises ModelLoadError when there are none or one is missing."""
-    if (directory / _INDEX).exists():
-        files = tuple(directory / name for name in sorted(set(_weight_map(directory).values())))
-    else:
-        files = (directory / _SINGLE,)
-    for file in files:
-        if not file.is_file():
-            raise ModelLoadError(f"{file.name} is missing in {directory}")
-    return files
 
 
 class HfWeights:
@@ -68,10 +53,3 @@ class HfWeights:
         else:
             tensor = file.get_slice(name)[(slice(None),) * part.axis + (slice(part.start, part.end),)]  # type: ignore[no-untyped-call]
         return tensor
-
-
-def _weight_map(directory: Path) -> dict[str, str]:
-    mapping = read_json(directory / _INDEX).get("weight_map")
-    if not isinstance(mapping, dict) or not all(isinstance(name, str) and "/" not in name for name in mapping.values()):
-        raise ModelLoadError(f"{_INDEX} has no weight_map of file names")
-    return mapping

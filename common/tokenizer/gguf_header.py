@@ -44,8 +44,11 @@ class GgufHeader:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Raises ModelLoadError when the file is missing, is no GGUF, or ends too early."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).header()
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ModelLoadError(f"{path} is no GGUF file; a model is one, or a HuggingFace directory")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Cursor(data).header()
     except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path} cannot be read as GGUF: {error}") from error
 
@@ -58,10 +61,10 @@ class _Cursor:
         self._at = 0
 
     def header(self) -> GgufHeader:
-        magic = self._take(4)
+        self._take(len(_MAGIC))  # checked before
         version = self._integer("<I")
-        if magic != _MAGIC or version not in _VERSIONS:
-            raise ValueError(f"magic {magic!r}, version {version}; versions {_VERSIONS} are known")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version}; known are {', '.join(map(str, _VERSIONS))}")
         tensor_count, value_count = self._integer("<Q"), self._integer("<Q")
         metadata: dict[str, GgufValue] = {}
         for _ in range(value_count):

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from common.config.host import probe_host
-from common.errors import ConfigError, ModelLoadError
+from common.errors import ConfigError
 from ops.cli import bench_perplexity, bench_serve
 from ops.cli.errors import DONE
 from ops.cli.node import set_thread_variables
+from ops.cli.numbers import positive
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -29,9 +30,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     engine.add_argument(
         "--quantization", choices=("none", "int8", "int4", "int8_dynamic"), default="none", help="of the weights"
     )
-    engine.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
+    engine.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     engine.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="cut the model over N processes, which share the threads"
+        "--tp", type=positive, default=1, metavar="N", help="cut the model over N processes, which share the threads"
     )
     engine.add_argument(
         "--peers",
@@ -52,8 +53,6 @@ def run(args: argparse.Namespace) -> int:
     scheme = None if args.quantization == "none" else args.quantization
     if scheme is not None and args.peers:
         raise ConfigError("--peers compares engines with full weights: leave --quantization out")
-    if args.tp < 1:
-        raise ConfigError(f"--tp: expected a number of ranks from 1 on, got {args.tp}")
     threads = args.threads or probe_host().cores
     set_thread_variables(threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
     if not path.exists():
-        raise ModelLoadError(f"--model: {path} is not there")
+        raise ConfigError(f"--model: {path} is not there")
     name = path.resolve().stem if args.model else model_store.MODEL_NAME
     progress = sys.stderr.isatty()
     peers = installed([sys.executable, *args.peer_python]) if args.peers else {}

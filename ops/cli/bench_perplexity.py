@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from common.config.host import probe_host
-from common.errors import ConfigError, ModelLoadError
+from common.errors import ConfigError
 from ops.cli.errors import DONE
 from ops.cli.node import set_thread_variables
+from ops.cli.numbers import positive
 
 DEFAULT_TEXT = Path(__file__).parents[1] / "docs" / "protocol.md"
 _LEAST_TOKENS = 2
@@ -28,7 +29,7 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--text", type=Path, metavar="FILE", help="default: this project's page about its protocol")
     parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of the text at most (8192)")
     parser.add_argument("--window", type=int, default=1024, metavar="W", help="tokens foretold together (1024)")
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="compute threads; default: all cores")
+    parser.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
     if not path.exists():
-        raise ModelLoadError(f"--model: {path} is not there")
+        raise ConfigError(f"--model: {path} is not there")
     text = args.text or DEFAULT_TEXT
     ids = load_tokenizer(path).encode(_read(text))[: args.tokens]
     if len(ids) < _LEAST_TOKENS:

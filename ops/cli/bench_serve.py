@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ops.cli.errors import DONE
+from ops.cli.numbers import above_zero, count, positive
 
 if TYPE_CHECKING:
     from ops.bench.serve.report import ServeReport
@@ -28,20 +29,20 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--model", required=True, metavar="NAME", help="the model's name there")
     parser.add_argument("--api", choices=("auto", "infer", "openai"), default="auto", help="auto asks the server")
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--concurrency", type=_positive, metavar="N", help="closed loop: so many requests at once (1)")
-    shape.add_argument("--rate", type=_above_zero, metavar="R", help="open loop: requests a second, Poisson arrivals")
-    parser.add_argument("--requests", type=_positive, metavar="N", help="how many; default: four times --concurrency")
-    parser.add_argument("--input-len", type=_positive, default=256, metavar="A", help="tokens of a prompt (256)")
-    parser.add_argument("--output-len", type=_positive, default=64, metavar="B", help="most tokens of an answer (64)")
+    shape.add_argument("--concurrency", type=positive, metavar="N", help="closed loop: so many requests at once (1)")
+    shape.add_argument("--rate", type=above_zero, metavar="R", help="open loop: requests a second, Poisson arrivals")
+    parser.add_argument("--requests", type=positive, metavar="N", help="how many; default: four times --concurrency")
+    parser.add_argument("--input-len", type=positive, default=256, metavar="A", help="tokens of a prompt (256)")
+    parser.add_argument("--output-len", type=positive, default=64, metavar="B", help="most tokens of an answer (64)")
     parser.add_argument(
         "--warmup",
-        type=_count,
+        type=count,
         metavar="N",
         help="requests before that, not counted; default: --concurrency, 8 with --rate",
     )
     parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (1)")
-    parser.add_argument("--vocab-size", type=_positive, default=0, metavar="V", help="prompts have ids below this")
-    parser.add_argument("--timeout", type=_above_zero, default=600.0, metavar="S", help="of one request, seconds (600)")
+    parser.add_argument("--vocab-size", type=positive, default=0, metavar="V", help="prompts have ids below this")
+    parser.add_argument("--timeout", type=above_zero, default=600.0, metavar="S", help="of one request, seconds (600)")
     parser.add_argument("--ignore-eos", action="store_true", help="ask an OpenAI-style server to go on to --output-len")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -87,24 +88,3 @@ def _wanted(args: argparse.Namespace) -> "ServeBench":
     )
     warmup = min(at_once, concurrency or _OPEN_WARMUP) if args.warmup is None else args.warmup
     return ServeBench(args.url, args.model, args.api, load, warmup, args.timeout, args.ignore_eos)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value

@@ -38,6 +38,6 @@ def run(args: argparse.Namespace) -> int:
     with started_cluster(*sizes) as (url, model), TokenClient(url, model) as client:
         print(f"ready at {url}, model {model}\n\n{args.question}  ({len(prompt)} prompt tokens)\n", flush=True)
         answer = show_stream(client, prompt, {"max_new_tokens": args.max_new_tokens}, tokenizer)
-        print("\n" + "\n".join(answer_lines(answer, tokenizer.decode(answer.token_ids))), flush=True)
+        print("\n" + "\n".join(answer_lines(answer, None, args.max_new_tokens)), flush=True)
     print("stopped", flush=True)
     return DONE

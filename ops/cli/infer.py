@@ -33,7 +33,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     prompt.add_argument("--tokens", metavar="1,2,3", help="the prompt as token ids")
     prompt.add_argument("--text", help="the prompt as text; needs the model's tokenizer")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="model directory or GGUF; default: the small model"
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help=f"model directory or GGUF; default: {model_store.MODEL_NAME}'s, for that model",
     )
     parser.add_argument("--chat", action="store_true", help="put --text into the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="most tokens to generate (20)")
@@ -62,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(answer_fields(answer, text), ensure_ascii=False))
     else:
-        print("\n".join(answer_lines(answer, text)))
+        shown = None if args.stream else text
+        print("\n".join(answer_lines(answer, shown, args.max_new_tokens)))
     return DONE
 
 
@@ -81,12 +85,15 @@ def show_stream(
     return answer
 
 
-def answer_lines(answer: "TokenAnswer", text: str | None) -> list[str]:
-    """The answer for people."""
+def answer_lines(answer: "TokenAnswer", text: str | None, most: int) -> list[str]:
+    """The answer for people, where `most` new tokens were asked for; `text` is None when it was shown already."""
     usage = " ".join(f"{name}={count}" for name, count in answer.usage.items())
     lines = [] if text is None else [f"text   {text!r}"]
     lines.append(f"ids    {answer.token_ids}")
-    lines.append(f"tokens {len(answer.token_ids)} in {answer.total_s:.3f} s {answer.finish_reason} {usage}".rstrip())
+    told = f"{answer.finish_reason} {usage}".strip()
+    lines.append(f"tokens {len(answer.token_ids)} of at most {most} in {answer.total_s:.3f} s {told}".rstrip())
+    if answer.finish_reason == "length" and len(answer.token_ids) < most:
+        lines.append(f"note   {most} were asked for; this server's limit is lower")
     if answer.ttft_s is not None:
         lines.append(f"TTFT   {answer.ttft_s * 1000:.1f} ms")
     if answer.tpot_s is not None:
@@ -112,12 +119,14 @@ def answer_fields(answer: "TokenAnswer", text: str | None) -> dict[str, object]:
 
 def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
     path: Path | None = args.tokenizer
-    if path is None and model_store.has_model() and (args.text is not None or args.model == model_store.MODEL_NAME):
+    if path is None and args.model == model_store.MODEL_NAME and model_store.has_model():
         path = model_store.model_path()
     if path is None:
         if args.text is not None:
-            raise ConfigError("--text needs the model's tokenizer: --tokenizer PATH")
+            raise ConfigError(f"--text needs the tokenizer of model {args.model}: --tokenizer PATH")
         return None
+    if not path.exists():
+        raise ConfigError(f"--tokenizer: {path} is not there")
     from common.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
@@ -130,6 +139,8 @@ def _prompt(args: argparse.Namespace, tokenizer: "Tokenizer | None") -> list[int
         except ValueError:
             raise ConfigError(f"--tokens: expected integers with commas between, got {args.tokens!r}") from None
     assert tokenizer is not None
+    if not args.text:
+        raise ConfigError("--text: it is empty, and a prompt has at least one token")
     if args.chat:
         from ops.cli.chat import chat_prompt
 

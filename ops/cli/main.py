@@ -12,7 +12,12 @@ _COMMANDS = (serve, router, node, infer, keys, doctor, bench, demo)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says a wrong use on one line."""
+    """Says a wrong use on one line, in the name of the command that it belongs to."""
+
+    def __init__(self, *, prog: str | None = None, description: str | None = None) -> None:
+        super().__init__(prog=prog, description=description)
+        # Of parsers within one another the innermost has the last word.
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
@@ -32,7 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    args, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    command: str = args.parser.prog
     try:
         code: int = args.run(args)
         sys.stdout.flush()
@@ -41,9 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = None
         return DONE
     except KeyboardInterrupt as error:
-        return report(error, f"kvferry {args.command}", debug=args.debug)
+        return report(error, command, debug=args.debug)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a user sees one line, never a traceback
-        return report(error, f"kvferry {args.command}", debug=args.debug)
+        return report(error, command, debug=args.debug)
     return code
 
 

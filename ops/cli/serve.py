@@ -52,10 +52,13 @@ def run(args: argparse.Namespace) -> int:
     if printed(args, config):
         return DONE
     setup_logging(config.log, "serve")
+    from common.models.outside_check import check_model_files
     from ops.launcher.serve import serve
     from ops.model_choice import with_model
 
-    serve(with_model(config))
+    config = with_model(config)
+    check_model_files(Path(config.model.path))
+    serve(config)
     return DONE
 
 

@@ -76,7 +76,7 @@ def test_infer_by_text(served: Served, reference: Reference) -> None:
         (("--tokens", "1", "--max-new-tokens", "none"), 2, "invalid int value"),
         ((), 2, "--tokens"),
         (("--tokens", "1", "--text", "x"), 2, "not allowed with"),
-        (("--text", "x", "--tokenizer", "/nowhere"), 1, "/nowhere"),
+        (("--text", "x", "--tokenizer", "/nowhere"), 2, "/nowhere"),
         (("--tokens", "1", "--stream", "--top-k", "0"), 1, "422 Input Validation Error: parameters.top_k"),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_server_that_cannot_be_measured_is_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
-    assert line.startswith("kvferry bench: error: ")
+    assert line.startswith("kvferry bench serve: error: ")
     assert said in line
 
 

@@ -12,10 +12,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from common.errors import KvferryError
 from common.tokenizer import SpecialTokens, Tokenizer
+from ops import model_store
 from ops.cli.chat import chat_prompt
 from ops.cli.infer import answer_lines, show_stream
 from ops.cli.main import main
 from ops.cli.token_client import TokenAnswer, TokenClient
+from tests.support.tiny_gguf import write_gguf
 
 END = {
     "id": "1",
@@ -176,6 +178,50 @@ def test_text_without_a_tokenizer_is_wrong_use(router: Router, capsys, tmp_path,
     assert "--tokenizer" in capsys.readouterr().err
 
 
+def test_only_the_small_model_has_a_tokenizer_by_default(router: Router, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    path = model_store.model_path()
+    path.parent.mkdir()
+    with path.open("wb") as file:
+        file.truncate(model_store.GGUF_BYTES)
+    assert main(["infer", "--url", router.url, "--model", "llama", "--text", "hi"]) == 2
+    assert capsys.readouterr().err == (
+        "kvferry infer: error: --text needs the tokenizer of model llama: --tokenizer PATH\n"
+    )
+    assert main(["infer", "--url", router.url, "--model", model_store.MODEL_NAME, "--text", "hi"]) == 1
+    assert str(path) in capsys.readouterr().err, "its tokenizer is taken; here it is damaged"
+    assert router.body == {}
+
+
+@pytest.mark.parametrize(("option", "words"), [("--text", "--text: it is empty"), ("--tokens", "--tokens: expected")])
+def test_an_empty_prompt_is_wrong_use(router: Router, capsys, tmp_path, option, words):
+    write_gguf(tmp_path / "m.gguf")
+    tokenizer = ["--tokenizer", str(tmp_path / "m.gguf")]
+    assert main(["infer", "--url", router.url, "--model", "m", option, "", *tokenizer]) == 2
+    assert words in capsys.readouterr().err
+    assert router.body == {}
+
+
+def test_a_limit_of_the_server_is_told(router: Router, capsys):
+    router.stream = STREAM.replace(b'"stop"', b'"length"')
+    assert infer(router, "--stream", "--max-new-tokens", "100000") == 0
+    out = capsys.readouterr().out
+    assert "tokens 3 of at most 100000 in " in out
+    assert "note   100000 were asked for; this server's limit is lower\n" in out
+    assert infer(router, "--stream", "--max-new-tokens", "3") == 0
+    assert "note" not in capsys.readouterr().out
+    assert infer(router, "--max-new-tokens", "9") == 0
+    assert "tokens 2 of at most 9 in " in capsys.readouterr().out, "a unary answer does not say why it ended"
+
+
+def test_text_that_was_streamed_is_not_shown_again(router: Router, capsys, tmp_path):
+    write_gguf(tmp_path / "m.gguf")
+    assert infer(router, "--stream", "--tokenizer", str(tmp_path / "m.gguf")) == 0
+    assert not any(line.startswith("text ") for line in capsys.readouterr().out.splitlines())
+    assert infer(router, "--tokenizer", str(tmp_path / "m.gguf")) == 0
+    assert any(line.startswith("text ") for line in capsys.readouterr().out.splitlines())
+
+
 def test_a_model_name_is_quoted_in_the_path(router: Router):
     with TokenClient(router.url, "a b") as client:
         client.infer([1], {})
@@ -213,9 +259,9 @@ def test_text_streams_as_it_comes(router: Router, capsys):
     with TokenClient(router.url, "m") as client:
         answer = show_stream(client, [1], {}, tokenizer)
     assert capsys.readouterr().out.split() == ["three", "four", "five"]
-    assert answer_lines(answer, tokenizer.decode(answer.token_ids))[0] == "text   'three four five'"
+    assert answer_lines(answer, tokenizer.decode(answer.token_ids), 3)[0] == "text   'three four five'"
 
 
 def test_one_token_has_no_time_between_tokens():
-    lines = answer_lines(TokenAnswer([5], 0.5, ttft_s=0.25), None)
-    assert lines == ["ids    [5]", "tokens 1 in 0.500 s", "TTFT   250.0 ms"]
+    lines = answer_lines(TokenAnswer([5], 0.5, ttft_s=0.25), None, 1)
+    assert lines == ["ids    [5]", "tokens 1 of at most 1 in 0.500 s", "TTFT   250.0 ms"]

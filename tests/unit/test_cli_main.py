@@ -43,6 +43,14 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["infer", "--model", "m"], "--tokens"),
         (["infer", "--model", "m", "--tokens", "1", "--text", "a"], "not allowed with"),
         (["infer", "--model", "m", "--tokens", "1,a"], "--tokens: expected integers"),
+        (["serve", "--bogus"], "kvferry serve: error: unrecognized arguments: --bogus (see kvferry serve --help)"),
+        (["bench", "engine", "--bogus"], "kvferry bench engine: error: unrecognized arguments: --bogus"),
+        (["bench", "engine", "--tp", "0"], "kvferry bench engine: error: argument --tp: expected at least 1, got 0"),
+        (["bench", "engine", "--threads", "0"], "argument --threads: expected at least 1, got 0"),
+        (["bench", "engine", "--threads", "x"], "argument --threads: expected a whole number, got 'x'"),
+        (["bench", "perplexity", "--threads", "-1"], "argument --threads: expected at least 1, got -1"),
+        (["bench", "serve", "--model", "m", "--rate", "x"], "argument --rate: expected a number, got 'x'"),
+        (["keys", "public", "/no/such/file"], "kvferry keys public: error: FILE: /no/such/file"),
     ],
 )
 def test_wrong_use_is_told_on_one_line_and_ends_with_2(capsys, argv, words):
@@ -54,10 +62,31 @@ def test_wrong_use_is_told_on_one_line_and_ends_with_2(capsys, argv, words):
     assert err.startswith("kvferry")
 
 
-def test_what_fails_for_another_reason_ends_with_1(capsys, tmp_path: Path):
-    code, out, err = run(capsys, "serve", "--model", str(tmp_path / "none"))
-    assert (code, out) == (1, "")
-    assert err == f"kvferry serve: error: model.path: {tmp_path}/none is not there\n"
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("serve", "--model"), "model.path"),
+        (("infer", "--model", "m", "--text", "a", "--tokenizer"), "--tokenizer"),
+        (("bench", "engine", "--model"), "--model"),
+        (("bench", "perplexity", "--model"), "--model"),
+    ],
+)
+def test_a_path_that_is_not_there_is_wrong_use(capsys, tmp_path: Path, monkeypatch, words, option):
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
+        monkeypatch.setenv(variable, "1")
+    missing = tmp_path / "none"
+    assert main([*words, str(missing)]) == 2
+    out, err = capsys.readouterr()
+    command = " ".join(words[: 2 if words[0] == "bench" else 1])
+    assert (out, err) == ("", f"kvferry {command}: error: {option}: {missing} is not there\n")
+
+
+def test_what_is_no_model_is_told_before_anything_is_started(capsys, tmp_path: Path, monkeypatch):
+    started: list[object] = []
+    monkeypatch.setattr("ops.launcher.serve.serve", started.append)
+    code, out, err = run(capsys, "serve", "--model", str(tmp_path))
+    assert (code, out, started) == (1, "", [])
+    assert err == f"kvferry serve: error: config.json is missing in {tmp_path}\n"
 
 
 def test_a_fault_of_our_own_shows_no_traceback_unless_wanted(capsys, monkeypatch):

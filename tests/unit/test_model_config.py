@@ -12,7 +12,6 @@ from common.device.cpu import CpuDevice
 from common.errors import ModelLoadError
 from common.models.hf_config import read_hf_config
 from common.models.load import LoadedModel, load_model
-from common.models.registry import known_architectures
 from tests.support.tiny_llama import make_checkpoint
 
 
@@ -166,7 +165,3 @@ def test_progress_goes_to_stderr_when_wanted(checkpoint: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert out == ""
     assert "loading tiny" in err
-
-
-def test_known_architectures() -> None:
-    assert "LlamaForCausalLM" in known_architectures()

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from common.device.cpu import CpuDevice
 from common.errors import ModelLoadError
+from common.models.architectures import known_architectures
 from common.models.config import ModelConfig
 from common.models.hf_config import read_hf_config
 from common.models.load import load_model
-from common.models.registry import family, known_architectures
+from common.models.registry import family
 from tests.support.tiny_families import CONFIGS, make_family_checkpoint
 
 ARCHITECTURES = (
@@ -46,6 +47,7 @@ def read(original: Path, directory: Path, **changes: Any) -> ModelConfig:
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
     assert known_architectures() == ARCHITECTURES
+    assert all(family(architecture).model for architecture in ARCHITECTURES)
     with pytest.raises(ModelLoadError) as caught:
         family("GrokForCausalLM")
     assert str(caught.value) == f"architecture GrokForCausalLM is not supported; known are {', '.join(ARCHITECTURES)}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.cache import cache_dir
-from common.errors import ModelLoadError
+from common.errors import ConfigError, ModelLoadError
 from ops import model_store
 from ops.model_choice import with_model
 from tests.unit.test_config_checks import load_set
@@ -94,7 +94,7 @@ def test_a_configured_model_is_taken_and_named(tmp_path: Path):
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: Path):
-    with pytest.raises(ModelLoadError, match="is not there"):
+    with pytest.raises(ConfigError, match="is not there"):
         with_model(load_set(f"model.path={tmp_path}/none"))
 
 

@@ -1,0 +1,65 @@
+"""A path that cannot be a model is told from its head alone, in one line, and without torch."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ModelLoadError
+from common.models.outside_check import check_model_files
+from tests.support.tiny_gguf import write_gguf
+from tests.support.tiny_llama import make_checkpoint
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        check_model_files(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_models_pass(tmp_path: Path) -> None:
+    reference = make_checkpoint(tmp_path / "hf", num_hidden_layers=1)
+    check_model_files(tmp_path / "hf")
+    write_gguf(tmp_path / "m.gguf", reference)
+    check_model_files(tmp_path / "m.gguf")
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path) == f"config.json is missing in {tmp_path}"
+    config = tmp_path / "config.json"
+    config.write_text("{")
+    assert f"{config} cannot be read" in refusal(tmp_path)
+    config.write_text("{}")
+    assert refusal(tmp_path) == f"{tmp_path}: config.json: architectures must name one architecture, found None"
+    config.write_text(json.dumps({"architectures": ["GrokForCausalLM"]}))
+    assert f"{tmp_path}: architecture GrokForCausalLM is not supported; known are Deep" in refusal(tmp_path)
+    config.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert refusal(tmp_path) == f"model.safetensors is missing in {tmp_path}"
+
+
+@pytest.mark.parametrize("content", [b"", b"root:x:0:0:root:/root:/bin/bash\n"])
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "passwd"
+    file.write_bytes(content)
+    assert refusal(file) == f"{file} is no GGUF file; a model is one, or a HuggingFace directory"
+
+
+def test_a_gguf_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<I", 9))
+    assert refusal(file) == f"{file} cannot be read as GGUF: version 9; known are 2, 3"
+    metadata: dict[str, Any] = {"general.architecture": "grok"}
+    write_gguf(file, **metadata)
+    assert "GGUF architecture 'grok' is not supported; known are llama" in refusal(file)
+
+
+def test_torch_is_not_loaded() -> None:
+    code = "import sys, common.models.outside_check; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"
