@@ -24,7 +24,7 @@ _RUNTIME_LIBRARY = "libascendcl.so"
 def probe_npu() -> DeviceProbe:
     """Whether an NPU can be used here, else the first thing that is missing. Never raises, starts no process."""
     if importlib.util.find_spec("torch_npu") is None:
-        return _missing("torch-npu is not installed: pip install 'kvferry[npu]'")
+        return _missing("torch-npu is not installed: pip install -e '.[npu]' in kvferry's directory")
     try:
         ctypes.CDLL(_RUNTIME_LIBRARY)
     except OSError as error:

@@ -111,7 +111,7 @@ def plot(sides: Sequence[Side], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise KvferryError("--plot needs matplotlib: pip install 'kvferry[plot]'") from None
+        raise KvferryError("--plot needs matplotlib: pip install -e '.[plot]' in kvferry's directory") from None
     figure = Figure(figsize=(10, 4), layout="constrained")
     between, first = figure.subplots(1, 2)
     _bars(between, sides, {

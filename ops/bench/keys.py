@@ -4,6 +4,7 @@
 it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover sends them.
 """
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -79,8 +80,9 @@ def make_security(folder: Path) -> Security:
     return Security(secret, AllowedKeys("allowed", allowed))
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Measure in turns and print both medians and their ratio."""
+    argparse.ArgumentParser(prog="python -m ops.bench.keys", description=__doc__).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         security = make_security(Path(folder))
         plain, curve = [], []
@@ -97,4 +99,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -17,6 +17,7 @@ from ops import model_store
 
 _MIB = 1 << 20
 _ENOUGH_MEMORY_BYTES = 4 << 30
+_DEVICE_FILES = {"npu": ("davinci[0-9]*",), "cuda": ("nvidia[0-9]*", "kfd")}
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
@@ -56,8 +57,8 @@ def python() -> Finding:
     return Finding("python", ok, f"{platform.python_version()}, {torch}" + ("" if ok else "; 3.11 or later is needed"))
 
 
-def devices() -> Iterator[Finding]:
-    """The devices nodes could compute on. The CPU alone is enough."""
+def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
+    """The devices nodes could compute on. The CPU alone is enough: an accelerator is missed where its files are."""
     try:
         from common.device.select import probe_devices
     except ImportError as error:
@@ -65,7 +66,11 @@ def devices() -> Iterator[Finding]:
         return
     probes = probe_devices()
     for probe in probes:
-        yield Finding(f"device {probe.name}", probe.available, probe.detail)
+        is_here = any(any(files.glob(pattern)) for pattern in _DEVICE_FILES.get(probe.name, ()))
+        if probe.available or is_here:
+            yield Finding(f"device {probe.name}", probe.available, probe.detail)
+        else:
+            yield Finding(f"device {probe.name}", True, f"none in this machine; {probe.detail}")
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
@@ -132,8 +137,8 @@ def ports() -> Iterator[Finding]:
     config = load_config()
     wanted = {
         "HTTP": config.router.port,
-        "announcements": int(config.discovery.proxy_nodes.rpartition(":")[2]),
-        "members": int(config.discovery.proxy_workers.rpartition(":")[2]),
+        "announcements (kvferry router; serve needs none)": int(config.discovery.proxy_nodes.rpartition(":")[2]),
+        "members (kvferry router; serve needs none)": int(config.discovery.proxy_workers.rpartition(":")[2]),
     }
     for use, port in wanted.items():
         free = is_free(port)

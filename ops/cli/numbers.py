@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Callable
 
 
 def whole(text: str) -> int:
@@ -31,6 +32,19 @@ def above_zero(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return value
+
+
+def three_counts(form: str) -> Callable[[str], tuple[int, int, int]]:
+    """Three numbers from 0 on with commas between; `form` is what a message calls them."""
+
+    def parse(text: str) -> tuple[int, int, int]:
+        try:
+            first, second, third = (count(part) for part in text.split(","))
+        except (ValueError, argparse.ArgumentTypeError):
+            raise argparse.ArgumentTypeError(f"expected {form}, three numbers from 0 on, got {text!r}") from None
+        return first, second, third
+
+    return parse
 
 
 def _at_least(least: int, text: str) -> int:

@@ -8,6 +8,7 @@ Then builds the stand-ins for CANN (`build_stub.py`) and runs pytest over them. 
 Exit code: pytest's.
 """
 
+import argparse
 import hashlib
 import os
 import shlex
@@ -83,5 +84,14 @@ def _run(*command: str) -> None:
     subprocess.run(command, cwd=_ROOT, check=True)
 
 
+def main(argv: list[str]) -> int:
+    """See the module's docstring; what it does not know itself is pytest's."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ops.npu.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    _, arguments = parser.parse_known_args(argv)
+    return run_tests(prepare(), arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(run_tests(prepare(), sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

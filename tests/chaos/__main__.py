@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ops.cli.numbers import three_counts
 from tests.chaos.asks import Sizes, pool
 from tests.chaos.crowd import Target
 from tests.chaos.fault_proxy import ProxyLinks
@@ -45,7 +46,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--real", action="store_true", help="the small real model, and smaller numbers")
     parser.add_argument("--keys", action="store_true", help="with keys on all sockets")
     parser.add_argument(
-        "--nodes", type=_counts, default=(2, 2, 0), metavar="P,D,U", help="how many of each role (2,2,0)"
+        "--nodes", type=three_counts("P,D,U"), default=(2, 2, 0), metavar="P,D,U", help="how many of each role (2,2,0)"
     )
     parser.add_argument("--requests", type=int, help="at least so many (5000; real 500)")
     parser.add_argument("--faults", type=int, help="kills, stops, SIGTERMs and cuts (200; real 25)")
@@ -61,11 +62,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
         if getattr(args, name) is None:
             setattr(args, name, value)
     return args
-
-
-def _counts(text: str) -> tuple[int, int, int]:
-    prefill, decode, unsplit = (int(word) for word in text.split(","))
-    return prefill, decode, unsplit
 
 
 def main(argv: list[str]) -> int:

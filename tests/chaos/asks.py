@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from tests.support.cluster import body_of
+from tests.support.bodies import body_of
 
 
 @dataclass(frozen=True)

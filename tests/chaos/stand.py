@@ -13,7 +13,6 @@ from tests.chaos.links import Links, parts_of
 from tests.support.keys import KeyRing
 from tests.support.node_watch import NodeWatch
 from tests.support.serve import Served, ServeOptions, serving, wait_until
-from tests.support.tiny_llama import make_checkpoint
 
 VOCAB_SIZE = 512
 IDLE_S = 60.0
@@ -57,6 +56,9 @@ class Stand:
 
 def tiny_model(directory: Path) -> Path:
     """A small random model, float32."""
+    # Not before the command line is read: --help needs no torch.
+    from tests.support.tiny_llama import make_checkpoint
+
     make_checkpoint(
         directory, vocab_size=VOCAB_SIZE, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,

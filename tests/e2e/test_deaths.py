@@ -13,7 +13,8 @@ import pytest
 
 from common.state.links import LinkState
 from tests.e2e.conftest import Serve
-from tests.support.cluster import body_of, tokens_of
+from tests.support.bodies import body_of
+from tests.support.cluster import tokens_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.node_watch import NodeWatch
 from tests.support.raw_stream import RawRequest

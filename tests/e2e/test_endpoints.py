@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from tests.support.cluster import body_of
+from tests.support.bodies import body_of
 from tests.support.infer_cases import MAX_INPUT_LENGTH, MAX_ITER_TIMES, MAX_MODEL_LEN, VOCAB_SIZE
 from tests.support.serve import Served, wait_until
 

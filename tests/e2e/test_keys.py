@@ -8,7 +8,7 @@ import pytest
 from common.config.endpoints import with_key
 from ops.cli.main import main
 from tests.e2e.conftest import Reference, Serve
-from tests.support.cluster import body_of
+from tests.support.bodies import body_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.keys import KeyRing
 from tests.support.node_watch import NodeWatch

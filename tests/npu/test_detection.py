@@ -35,7 +35,7 @@ def in_a_process(code, **environment):
 
 def test_not_installed():
     result = in_a_process('import sys; sys.modules["torch_npu"] = None\n' + PROBE)
-    assert result == ["npu", False, "torch-npu is not installed: pip install 'kvferry[npu]'", 0]
+    assert result == ["npu", False, "torch-npu is not installed: pip install -e '.[npu]' in kvferry's directory", 0]
 
 
 def test_no_cann():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from ops.cli.numbers import three_counts
 from ops.simulate.process import Process
 from tests.simulation.draw import draw_plan
 from tests.simulation.plan import Plan
@@ -31,9 +32,9 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """See the module's docstring."""
-    arguments = _parse()
+    arguments = parse(argv)
     ease_collector()
     started, total, failures, tried = time.perf_counter(), Counter[str](), 0, 0
     for plan, replay in _plans(arguments):
@@ -49,28 +50,32 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _parse() -> argparse.Namespace:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Simulated schedules of faults.")
     parser.add_argument("--seeds", default=(0, 100), type=_range, help="half-open range A:B (0:100)")
     parser.add_argument("--profile", default="all", choices=[*PROFILES, "each"])
-    parser.add_argument("--nodes", default=None, type=_counts, help="numbers of workers, prefill, decode nodes: W,P,D")
+    parser.add_argument(
+        "--nodes", default=None, type=three_counts("W,P,D"), help="numbers of workers, prefill, decode nodes: W,P,D"
+    )
     parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="this schedule, in place of those of seeds")
     parser.add_argument("--check-every", type=int, default=64, help="check cores after every n-th event of a process")
     parser.add_argument("--keep-going", type=int, default=0, help="stop only after this many more failures")
     parser.add_argument("--no-shrink", action="store_true", help="leave a failing schedule as long as it is")
     parser.add_argument("--trace", action="store_true", help="print every event and action; nothing is shrunk then")
     parser.add_argument("--verbose", action="store_true")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def _range(text: str) -> tuple[int, int]:
     first, _, end = text.partition(":")
-    return int(first), int(end)
-
-
-def _counts(text: str) -> tuple[int, int, int]:
-    workers, prefill, decode = (int(part) for part in text.split(","))
-    return workers, prefill, decode
+    try:
+        seeds = int(first), int(end)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected A:B, 0:100 say, got {text!r}") from None
+    if not 0 <= seeds[0] < seeds[1]:
+        raise argparse.ArgumentTypeError(f"no seed is in {text}: the last one is left out")
+    return seeds
 
 
 def _schedule(text: str) -> tuple[Plan, str]:
@@ -131,4 +136,4 @@ def _show(run: Run, process: Process, what: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

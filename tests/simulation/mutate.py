@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from ops.cli.numbers import positive
 from tests.simulation.__main__ import say
 from tests.simulation.draw import draw_plan
 from tests.simulation.mutation import Mutation
@@ -88,12 +89,14 @@ def page(found: Sequence[Outcome]) -> str:
 def main(argv: list[str]) -> int:
     """Print the table; 1 when a defect was not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.mutate", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=AT_MOST, help="most schedules for each defect")
+    parser.add_argument("--seeds", type=positive, default=AT_MOST, help="most schedules for each defect")
     parser.add_argument("--only", default="", help="part of a name; it is tried alone")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
+    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
     parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args(argv)
     numbers = [number for number, mutation in enumerate(MUTATIONS) if arguments.only in mutation.name]
+    if not numbers:
+        parser.error(f"--only: no defect has {arguments.only!r} in its name")
     found: list[Outcome] = []
     for outcome in outcomes(numbers, arguments.seeds, arguments.jobs):
         found.append(outcome)

@@ -42,8 +42,7 @@ def test_the_commands_that_are_printed_replay_the_failure(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
 
     def run(arguments: str):
-        monkeypatch.setattr("sys.argv", ["simulation", *arguments.split()])
-        assert main() == 1
+        assert main(arguments.split()) == 1
         return capsys.readouterr().out
 
     with DEFECT.applied():

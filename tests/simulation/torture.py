@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
+from ops.cli.numbers import above_zero, positive
 from tests.simulation.__main__ import say, show_shrunk
 from tests.simulation.draw import draw_plan
 from tests.simulation.ledger import Failed, Ledger, Tally, code_version, open_ledger
@@ -130,10 +131,10 @@ class Torture:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.torture", description=__doc__)
-    parser.add_argument("--seeds", type=int, help="in all runs together (10,000 without --minutes)")
-    parser.add_argument("--minutes", type=float, help="this run ends then")
+    parser.add_argument("--seeds", type=positive, help="in all runs together (10,000 without --minutes)")
+    parser.add_argument("--minutes", type=above_zero, help="this run ends then")
     parser.add_argument("--profile", default="each", choices=[*PROFILES, "each"], help="(each, one after the other)")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
+    parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/torture"))
     arguments = parser.parse_args(argv)

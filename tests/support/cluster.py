@@ -39,6 +39,7 @@ from router.app import AppDependencies, create_app
 from router.http.metrics import RouterMetrics
 from router.http.shell import AsgiShell
 from router.service import RouterService, ServiceSettings
+from tests.support.bodies import body_of
 from tests.support.eventually import eventually
 from tests.support.keys import KeyRing
 from tests.support.pause import PausePoints
@@ -284,17 +285,6 @@ class Cluster:
         status, text = await self.post(body_of(token_ids, **parameters), Accept="text/event-stream")
         assert status == 200, text
         return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
-
-
-def body_of(token_ids: list[int], **parameters: Any) -> bytes:
-    """A request body."""
-    return json.dumps(
-        {
-            "inputs": [{"name": "input0", "shape": [1, len(token_ids)], "datatype": "UINT32", "data": token_ids}],
-            "outputs": [{"name": "output0"}],
-            "parameters": parameters,
-        }
-    ).encode()
 
 
 def tokens_of(events: list[dict[str, Any]]) -> list[int]:

@@ -6,7 +6,7 @@ import struct
 from types import TracebackType
 from typing import Any
 
-from tests.support.cluster import body_of
+from tests.support.bodies import body_of
 from tests.support.serve import Served
 
 _TIMEOUT_S = 120.0

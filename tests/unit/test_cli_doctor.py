@@ -4,6 +4,9 @@ import json
 import socket
 from pathlib import Path
 
+import pytest
+
+from common.device.select import probe_devices
 from ops.cli import findings
 from ops.cli.main import main
 
@@ -21,6 +24,22 @@ def test_people_get_one_line_a_subject(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 8
     assert all(line.startswith(("ok   ", "warn ")) for line in lines)
+
+
+@pytest.mark.skipif(any(probe.available for probe in probe_devices()[:2]), reason="an accelerator is here")
+def test_only_an_accelerator_that_is_in_the_machine_is_missed(tmp_path: Path):
+    absent = {finding.what: finding for finding in findings.devices(tmp_path)}
+    assert all(finding.ok for finding in absent.values())
+    assert absent["device cuda"].detail.startswith("none in this machine; ")
+    (tmp_path / "davinci0").touch()
+    (tmp_path / "nvidia0").touch()
+    here = {finding.what: finding.ok for finding in findings.devices(tmp_path)}
+    assert here == {"device npu": False, "device cuda": False, "device cpu": True}
+
+
+def test_ports_say_which_command_needs_them():
+    uses = [finding.detail for finding in findings.ports()]
+    assert [("serve needs none" in use) for use in uses] == [False, True, True]
 
 
 def test_no_compiler_is_told(monkeypatch):

@@ -1,0 +1,45 @@
+"""What the commands of the simulation refuse: a range, a name or a number that would try nothing."""
+
+import pytest
+
+from tests.simulation import __main__ as schedules
+from tests.simulation import mutate, torture
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--seeds", "5"], "argument --seeds: expected A:B, 0:100 say, got '5'"),
+        (["--seeds", "5:5"], "argument --seeds: no seed is in 5:5: the last one is left out"),
+        (["--seeds=-1:5"], "argument --seeds: no seed is in -1:5"),
+        (["--nodes", "x"], "argument --nodes: expected W,P,D, three numbers from 0 on, got 'x'"),
+        (["--nodes", "1,2"], "argument --nodes: expected W,P,D"),
+        (["--nodes", "1,2,-3"], "argument --nodes: expected W,P,D"),
+    ],
+)
+def test_schedules(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        schedules.parse(words)
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--only", "nosuch"], "--only: no defect has 'nosuch' in its name"),
+        (["--seeds", "0"], "argument --seeds: expected at least 1, got 0"),
+        (["--jobs", "0"], "argument --jobs: expected at least 1, got 0"),
+    ],
+)
+def test_mutations(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        mutate.main(words)
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_torture(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        torture.parse(["--seeds", "0"])
+    assert "argument --seeds: expected at least 1, got 0" in capsys.readouterr().err
