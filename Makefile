@@ -36,7 +36,7 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.run-installed
 DEV := $(VENV)/.dev-installed
 # Compiling all of torch takes longer than a demo; what is imported is compiled when it is first imported, and kept.
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile $(PIP_ARGS)
+PIP_INSTALL := @$(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile $(PIP_ARGS)
 IMPORTED := torch, gguf, tokenizers, falcon.asgi, gunicorn.app.wsgiapp, uvicorn_worker, uvloop, prometheus_client, \
 	httpx, jinja2
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,6 +59,7 @@ native: $(RUN)
 $(RUN): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; name one with PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and what else runs into $(VENV); some minutes the first time"
 	@# torch first and alone: with a looser range pip may bring gigabytes of CUDA libraries.
 	$(PIP_INSTALL) "$(TORCH)" "setuptools>=77"
 	@# Without build isolation: an isolated build would ask the index again for what is here.
@@ -67,6 +68,7 @@ $(RUN): pyproject.toml Makefile
 	@touch $@
 
 $(DEV): $(RUN)
+	@echo "installing what checks and tests into $(VENV)"
 	$(PIP_INSTALL) --no-build-isolation --editable ".[dev]"
 	@touch $@
 

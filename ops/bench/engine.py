@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import psutil
 import torch
-from tqdm import tqdm
 
 from common.device.base import Device
 from common.device.quantize import WeightScheme
@@ -33,6 +32,7 @@ from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
 from ops.bench.limits import MachineLimits, measure_limits, step_needs
 from ops.bench.peers.run import PeerOutcome
 from ops.bench.peers.spec import PeerTask
+from ops.bench.progress import tell, told_cases
 from ops.bench.ranks import Weights, make_team
 from ops.bench.report import EngineReport, Machine, PeerReport, Rate
 
@@ -190,6 +190,8 @@ def _run(
     device = select_device("cpu", rank_threads)
     device.activate_thread()
     collectives = ALONE if team is None else team.collectives
+    if not progress:
+        tell(f"engine: loading {name}")
     loaded = load_model(
         path, device=device, dtype=weights.dtype, scheme=weights.scheme, progress=progress, collectives=collectives
     )
@@ -198,17 +200,17 @@ def _run(
     # Prompts longer than the model can take are left out.
     prompts = [length for length in PROMPTS if length <= loaded.info.max_model_len]
     seconds: dict[tuple[str, int], float] = {}
-    with tqdm(total=len(prompts) + len(BATCHES) + 1, desc="engine", unit="case", disable=not progress) as bar:
+    with told_cases("engine", len(prompts) + len(BATCHES) + 1, progress) as begin:
         for length in prompts:
+            begin(f"a prompt of {length} tokens")
             seconds["prefill", length] = bench.prompt(length)
-            bar.update()
         for batch in BATCHES:
+            begin(f"decoding {batch} at once")
             seconds["decode", batch] = bench.decode(batch)
-            bar.update()
         rss_mb = psutil.Process().memory_info().rss / 1e6
+        begin("the machine's limits")
         torch.set_num_threads(threads)
         limits = measure_limits(device.ops, loaded.dtype)
-        bar.update()
     report = EngineReport(
         model=name,
         dtype=str(loaded.dtype).removeprefix("torch."),

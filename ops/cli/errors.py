@@ -15,7 +15,9 @@ def report(error: BaseException, command: str, *, debug: bool) -> int:
     """Say what went wrong and return the exit code. With `debug`, or KVFERRY_DEBUG set, the traceback comes first."""
     if debug or os.environ.get(DEBUG_ENV):
         traceback.print_exception(error)
-    sys.stderr.write(f"{command}: error: {_text(error)}\n")
+    # Whoever pressed Ctrl-C made no error.
+    mark = "" if isinstance(error, KeyboardInterrupt) else "error: "
+    sys.stderr.write(f"{command}: {mark}{_text(error)}\n")
     return WRONG_USE if isinstance(error, ConfigError) else FAILED
 
 

@@ -69,6 +69,7 @@ def _prepared(config: ClusterConfig, roles: tuple[KeyRole, ...]) -> Iterator[tup
         listener.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    _LOG.info("stopped")
 
 
 def _check_keys(config: ClusterConfig, role: KeyRole) -> None:

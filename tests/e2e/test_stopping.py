@@ -55,6 +55,7 @@ def test_sigterm_under_load(serve: Serve) -> None:
             assert events[-1]["finish_reason"] == "error"
             assert events[-1]["error_type"] == "Service Unavailable"
         served.ended()
+        assert served.log().splitlines()[-1].endswith(" stopped"), "it says so when it is"
 
 
 def test_second_ctrl_c_does_not_wait(serve: Serve) -> None:

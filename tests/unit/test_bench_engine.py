@@ -53,7 +53,16 @@ def test_every_case_is_reported(
     monkeypatch.setattr(engine, "CONTEXT", 20)
     arguments = ["bench", "engine", "--model", str(tmp_path), "--dtype", "float32", "--threads", "1"]
     assert main([*arguments, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        f"engine: loading {tmp_path.name}",
+        "engine: a prompt of 8 tokens (1 of 5)",
+        "engine: a prompt of 32 tokens (2 of 5)",
+        "engine: decoding 1 at once (3 of 5)",
+        "engine: decoding 3 at once (4 of 5)",
+        "engine: the machine's limits (5 of 5)",
+    ]
+    report = json.loads(out)
     assert set(report["prefill"]) == {"8", "32"}
     assert set(report["decode"]) == {"1", "3"}
     for rate in (*report["prefill"].values(), *report["decode"].values()):

@@ -111,13 +111,17 @@ def test_a_fault_of_our_own_shows_no_traceback_unless_wanted(capsys, monkeypatch
     [
         (ConfigError("a.b: wrong"), 2, "a.b: wrong"),
         (KvferryError("no"), 1, "no"),
-        (KeyboardInterrupt(), 1, "interrupted"),
         (ExceptionGroup("g", [KvferryError("inner")]), 1, "inner"),
     ],
 )
 def test_errors_have_their_code_and_text(capsys, error, code, text):
     assert report(error, "kvferry x", debug=False) == code
     assert capsys.readouterr().err == f"kvferry x: error: {text}\n"
+
+
+def test_an_interruption_is_no_error(capsys):
+    assert report(KeyboardInterrupt(), "kvferry demo", debug=False) == 1
+    assert capsys.readouterr().err == "kvferry demo: interrupted\n"
 
 
 def test_the_version_is_told(capsys):
