@@ -86,6 +86,7 @@ class ZmqKvMover:
         """Bind and begin; returns the endpoint with its real port. ConfigError when it cannot be bound."""
         if self._thread is not None:
             raise InvariantError("the mover was started already")
+        self._context.prepare_zero_copy()
         bound = self._socket.bind(self._bind, allow_remote=self._allow_remote)
         self._staging_place = self._memory.open()
         self._wakeup.open()

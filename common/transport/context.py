@@ -57,6 +57,20 @@ class TransportContext:
             self._open[socket] = description
             return socket
 
+    def prepare_zero_copy(self) -> None:
+        """pyzmq frees large frames by a thread with a context of its own, made at the first of them. Made at the start
+        instead, descriptors do not grow later, as a leak's would."""
+        one, other = (self.open_socket(zmq.PAIR, "the first large frame") for _ in range(2))
+        try:
+            place = f"inproc://first-large-frame-{id(one)}"  # several nodes of one process start at once
+            one.bind(place)
+            other.connect(place)
+            one.send(bytes(2 * zmq.COPY_THRESHOLD), copy=False)
+            other.recv()
+        finally:
+            self.close_socket(other)
+            self.close_socket(one)
+
     def close_socket(self, socket: "zmq.Socket[bytes]") -> None:
         """Close it, dropping what it still had to send. Called by the thread that owns it; twice does no harm."""
         with self._lock:

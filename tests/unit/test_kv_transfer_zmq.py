@@ -1,6 +1,8 @@
 """The `zmq` mover between real sockets: what arrives, what does not, and what is told about it."""
 
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -69,9 +71,18 @@ class Node:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _zero_copy_has_been_used() -> None:
-    """pyzmq starts a thread with sockets of its own at the first message that it does not copy; they stay."""
+def _zero_copy_is_prepared() -> None:
+    """As by the first mover of a process: its thread and sockets stay."""
     context = TransportContext()
+    context.prepare_zero_copy()
+    context.close()
+
+
+def threads_after_a_large_frame() -> tuple[int, int]:
+    """Numbers of threads in a process that was prepared, before it sends anything and after a frame without a copy."""
+    context = TransportContext()
+    context.prepare_zero_copy()
+    before = threading.active_count()
     node = NodeSocket(context, SocketOptions())
     link = LinkSocket(context, new_incarnation(), SocketOptions(zero_copy=True))
     link.open()
@@ -81,6 +92,15 @@ def _zero_copy_has_been_used() -> None:
     link.close()
     node.close()
     context.close()
+    return before, threading.active_count()
+
+
+def test_the_first_large_piece_starts_no_thread() -> None:
+    """It would look like a leak: a context of ZeroMQ's comes with it."""
+    program = f"from {__name__} import threads_after_a_large_frame as told; print(*told())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    assert before == after
 
 
 @pytest.fixture
