@@ -56,7 +56,7 @@ class DecodeLeg:
         self.staging = StagingSlots(self.num_staging_slots, self.limits.slots_per_transfer, self.timers)
         self.entries = EntryTable(self.scheduler, self.staging)
         self._reservations = Reservations(self.entries, self.timers, self.limits, self.num_layers, self.clients)
-        self._takeover = Takeover(self.entries, self.scheduler, self.timers)
+        self._takeover = Takeover(self.entries, self.scheduler, self.timers, self.clients)
 
     # -- messages
 

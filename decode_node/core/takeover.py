@@ -1,6 +1,6 @@
 """How the decode node comes to own a request: Commit, pieces, and what is asked for again. Pure. Rules 24 and 25."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.config.protocol import Timers
@@ -10,7 +10,7 @@ from common.protocol.messages import Commit, CommitRefused, Committed, Piece
 from common.scheduling.events import SchedulerEvent
 from common.scheduling.scheduler import Scheduler
 from common.state.actions import Action, Send
-from common.state.clients import Client
+from common.state.clients import Client, ClientTable
 from common.state.handover_receive import ReceiveEvent, ReceiveState
 from decode_node.core.entries import EntryTable
 from decode_node.core.entry import Entry
@@ -31,6 +31,7 @@ class Takeover:
     entries: EntryTable
     scheduler: Scheduler
     timers: Timers
+    clients: Callable[[], ClientTable]
 
     def on_commit(self, client: Client, message: Commit, now: float) -> Started:
         """The request is this node's from now on; the answer is the same each time."""
@@ -75,10 +76,16 @@ class Takeover:
         return []
 
     def tick(self, entry: Entry, now: float) -> list[Action]:
-        """Pieces that do not come are asked for once; then the request is lost here."""
+        """Pieces that do not come are asked for once; then the request is lost here.
+
+        A sender that is gone is not asked: what it had sent comes within the time of its silence, or never.
+        """
         if entry.state is not ReceiveState.OWNED or entry.ledger is None or entry.commit is None:
             return []
-        if now - entry.ledger.last_arrival <= self.timers.piece_idle_s:
+        patience_s = self.timers.piece_idle_s
+        if self._sender_is_gone(entry):
+            patience_s = min(patience_s, self.timers.client_silent_s)
+        if now - entry.ledger.last_arrival <= patience_s:
             return []
         return self._ask_again(entry, entry.ledger.missing(entry.commit), "pieces did not come", now)
 
@@ -100,9 +107,12 @@ class Takeover:
 
     def _ask_again(self, entry: Entry, numbers: Collection[int], why: str, now: float) -> list[Action]:
         assert entry.ledger is not None
-        if not entry.ledger.ask(numbers, now):
+        if self._sender_is_gone(entry) or not entry.ledger.ask(numbers, now):
             return self.entries.lose(entry, why, now)
         return [_committed(entry, tuple(sorted(numbers)))]
+
+    def _sender_is_gone(self, entry: Entry) -> bool:
+        return self.clients().get(entry.key.prefill) is None
 
 
 def _only(action: Action) -> Started:

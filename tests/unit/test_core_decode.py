@@ -171,6 +171,36 @@ def test_pieces_that_do_not_come_are_asked_for_once_then_the_request_is_lost(ben
     assert said(bench.done(bench.leg.tick(10.5), 10.5), Gone)[0].reason == "lost"
 
 
+def test_pieces_are_not_asked_of_a_sender_that_is_gone(bench):
+    """Rule 25: its request is lost when no piece has come for as long as the sender's silence took."""
+    bench.reserve()
+    bench.commit(0.2)
+    bench.arrives(0, 0.3)
+    bench.clients.remove(PREFILL)
+    assert bench.leg.on_client_lost(bench.prefill, 3.2) == []
+    assert bench.leg.tick(3.2) == []
+    assert said(bench.done(bench.leg.tick(3.4), 3.4), Gone)[0].reason == "lost"
+    assert bench.pool.num_held == 0
+
+
+def test_a_piece_on_its_way_counts_although_its_sender_is_gone(bench):
+    """Rule 25."""
+    bench.reserve()
+    bench.commit(0.2)
+    bench.clients.remove(PREFILL)
+    bench.arrives(0, 3.1)
+    assert bench.leg.tick(6.0) == []
+    assert said(bench.arrives(1, 6.0), Tokens)
+
+
+def test_a_damaged_piece_is_not_asked_of_a_sender_that_is_gone(bench):
+    """Rule 25."""
+    bench.reserve()
+    bench.commit(0.2)
+    bench.clients.remove(PREFILL)
+    assert said(bench.damaged(0, 3.1), Gone)[0].reason == "lost"
+
+
 def test_abort_never_touches_a_committed_request(bench):
     """Rule 16."""
     bench.reserve()
