@@ -10,7 +10,7 @@ from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
 from ops.simulate.world import World
 from router.api import StreamEvent
-from tests.simulation.checks import StreamJudge, Violation, judge_notice, judge_quiet, judge_rested
+from tests.simulation.checks import SLOW_STEP_S, StreamJudge, Violation, judge_notice, judge_quiet, judge_rested
 from tests.simulation.faults import POLL_S, Faults
 from tests.simulation.plan import Ask, Deed, Leave, Plan
 from tests.simulation.watch import Watch
@@ -96,7 +96,8 @@ class Run:
         stream = self.world.send_request(worker, ask.prompt, sampling, priority=ask.priority, timeout_s=ask.timeout_s)
         if worker.core.draining_since is not None and stream.refused is None and not worker.asleep:
             raise Violation(f"{ask.worker} drains and takes a request")
-        judge = StreamJudge(stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5)
+        slow = any(node.costs.step_s > SLOW_STEP_S for node in self.plan.nodes)
+        judge = StreamJudge(stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5, slow_engine=slow)
         self.judges[ask.number] = self._by_stream[stream.request.request_id] = judge
 
     def _leave(self, number: int) -> None:

@@ -25,6 +25,18 @@ def test_schedules_of_all_faults_together(first):
         run_plan(draw_plan(seed, "all"))
 
 
+@pytest.mark.parametrize(
+    ("seed", "profile"),
+    [
+        pytest.param(11616, "strangers", id="the sender of missing pieces gives way to a misfit"),
+        pytest.param(20390, "crowded", id="the sender of missing pieces crashes"),
+        pytest.param(18243, "pauses", id="a slow engine draws tokens up to the deadline"),
+    ],
+)
+def test_no_request_hangs_until_its_deadline(seed, profile):
+    run_plan(draw_plan(seed, profile))
+
+
 def test_cores_keep_their_invariants_after_every_single_event():
     for seed in range(3):
         run_plan(draw_plan(seed, "quick"), check_every=1)
