@@ -69,8 +69,7 @@ class Run:
         last = max((deed.at for deed in self.plan.deeds), default=0.0)
         loop.run_until(last)
         self.faults.end_late_writes()
-        self._run_to_calm()
-        loop.run_until(max(loop.now(), self.faults.calm_at) + RECOVERY_S)
+        self._run_to_recovery()
         self._probe_all()
         self._run_to_end()
         self._run_to_quiet()
@@ -131,6 +130,17 @@ class Run:
         self._by_stream[stream.request.request_id].take(event, self.world.loop.now())
 
     # -- phases after the last deed
+
+    def _run_to_recovery(self) -> None:
+        """Until all was calm for RECOVERY_S. A request that ends its node may have come late, and do so even now: then
+        there is a last fault anew."""
+        loop = self.world.loop
+        while True:
+            self._run_to_calm()
+            calm_at = self.faults.calm_at
+            loop.run_until(loop.now() + RECOVERY_S)
+            if self.faults.calm_at == calm_at:
+                return
 
     def _run_to_calm(self) -> None:
         loop = self.world.loop

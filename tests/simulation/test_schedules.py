@@ -1,12 +1,15 @@
 """Schedules of every profile through the real cores; the command line runs thousands more."""
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 
 from tests.simulation.draw import draw_plan
 from tests.simulation.ledger import Tally
+from tests.simulation.plan import Ask
 from tests.simulation.profiles import PROFILES
-from tests.simulation.run import Run, run_plan
+from tests.simulation.run import RECOVERY_S, Run, run_plan
 from tests.simulation.torture import do_range
 
 SEEDS_PER_PROFILE = 10
@@ -60,6 +63,18 @@ def test_a_schedule_without_one_of_its_deeds_is_a_schedule_too():
     for leave_out in range(len(plan.deeds)):
         deeds = plan.deeds[:leave_out] + plan.deeds[leave_out + 1 :]
         run_plan(replace(plan, deeds=deeds))
+
+
+def test_nothing_has_to_succeed_until_all_have_recovered_from_the_last_node_that_a_request_ended():
+    """It comes as late as it likes: no other deed says when that will be."""
+    plan = draw_plan(0, "none", (1, 1, 1))
+    ask = next(deed for deed in plan.deeds if isinstance(deed, Ask) and deed.max_new_tokens > 2)
+    nodes = tuple(dataclasses.replace(node, killers=frozenset({ask.seed})) for node in plan.nodes)
+    run = Run(replace(plan, nodes=nodes, deeds=(replace(ask, kills=True),)))
+    run.run()
+    assert run.faults.counts["end: killed by a request"] > 1
+    assert run.judges[-1].must_succeed
+    assert run.judges[-1].stream.sent_at >= run.faults.calm_at + RECOVERY_S
 
 
 FAULTS = {
