@@ -45,7 +45,7 @@ class Room:
             while not self._serve(seq, batch):
                 victim = choose_victim(self._members(Status.DECODING), best, self._config.max_preempt)
                 if victim is None:
-                    break  # it skips this step; whoever holds the blocks ends some time
+                    break  # it skips this step; whoever holds the blocks ends some time, or is revoked
                 if not self._swapping.swap_out(victim, batch, now):
                     self._give_back(victim, events)
         self._let_return(batch)
@@ -53,6 +53,10 @@ class Room:
     def has_room(self, seq: Sequence) -> bool:
         """Whether its blocks have a place for the next token that it computes."""
         return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
+
+    def can_run(self, seq: Sequence) -> bool:
+        """Whether a decoding sequence has a place for its next token, or there is a block to make one."""
+        return self.has_room(seq) or self._pool.num_free > 0
 
     def _needy(self, best: Sequence | None) -> list[Sequence]:
         """Those that decode and have no place for their next token, and the best of all if it is swapped out."""

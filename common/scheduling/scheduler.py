@@ -231,9 +231,18 @@ class Scheduler:
     def work_waiting(self) -> bool:
         """Whether a step is in flight or some sequence could run: a healthy engine makes steps then.
 
-        What is swapped out waits for blocks, not for the engine.
+        What is swapped out, or has no place for its next token while no block is free, waits for blocks, not for the
+        engine.
         """
-        return bool(self._in_flight) or self._table.count(Status.COMPUTING, Status.DECODING) > 0
+        if self._in_flight or self._table.count(Status.COMPUTING):
+            return True
+        return any(self._room.can_run(seq) for seq in self._table.members(Status.DECODING).values())
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether something decodes or is swapped out, and nothing can run: reservations or others that wait have the
+        blocks."""
+        return not self.work_waiting and self._table.count(Status.DECODING, Status.SWAPPED) > 0
 
     @property
     def has_events(self) -> bool:

@@ -208,14 +208,14 @@ class DecodeLeg:
     # -- time
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines, missing pieces, grants that are not used, staging slots that rest."""
+        """Deadlines, missing pieces, grants that are not used or stand in the way, staging slots that rest."""
         actions = self._reservations.take_back_unused(now)
         actions += self.staging.tick(lambda peer: self.clients().get(peer) is not None, now)
         for entry in self.entries:
             if entry.is_record or entry.taken_back is not None:
                 continue
             actions += self._expire(entry, now) if now > entry.deadline else self._takeover.tick(entry, now)
-        return actions
+        return actions + self._reservations.give_way(now)
 
     def _expire(self, entry: Entry, now: float) -> list[Action]:
         if entry.is_open:

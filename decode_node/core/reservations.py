@@ -152,6 +152,15 @@ class Reservations:
                 actions += self._revoke(entry, "time", now)
         return actions
 
+    def give_way(self, now: float) -> list[Action]:
+        """While nothing here can run for want of blocks: the worst grant, whatever its class. What decodes was here
+        first, and a hand-over may take long; a whole node would wait for it."""
+        if not self.entries.scheduler.is_starved:
+            return []
+        granted = [e for e in self.entries if e.state is ReceiveState.RESERVED]
+        worst = max(granted, key=lambda e: self._rank(e, now), default=None)
+        return [] if worst is None else self._revoke(worst, "growth", now)
+
     def _revoke(self, entry: Entry, reason: str, now: float) -> list[Action]:
         """Not committed, so nobody rests on it: its prefill node asks the next candidate."""
         return self.entries.take_back(entry, Revoke(key=entry.key, reason=reason), now)

@@ -3,11 +3,12 @@
 from common.config.protocol import Timers
 from common.ids import RequestId
 from common.protocol.messages import CommitRefused, Granted, HandoverFailed, Queued, Reserve, Revoke
+from common.scheduling.scheduler_config import SchedulerConfig
 from common.state.actions import ForgetPieces
 from router.core.table import RequestState
 from tests.support.prefill_bench import DECODES, PrefillBench
-from tests.unit.test_core_decode import REQUEST, said
-from tests.unit.test_core_decode_ends import OTHERS, make_bench, run, step
+from tests.unit.test_core_decode import REQUEST, Bench, said
+from tests.unit.test_core_decode_ends import OTHERS, make_bench, run, spoken, step
 from tests.unit.test_core_router import Bench as RouterBench
 from tests.unit.test_core_router_losses import failed
 from tests.unit.test_core_router_losses import request as request_at
@@ -109,6 +110,44 @@ def test_a_grant_that_is_not_used_stays_while_nobody_waits():
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1)
     assert bench.leg.tick(30.0) == []
+
+
+# -- nothing can run for want of blocks
+
+
+def crowded(*priorities: int) -> Bench:
+    """One decodes, two steps from the end of its blocks; grants have all the others."""
+    bench = make_bench(num_blocks=4, config=SchedulerConfig(reserved_share=1.0, watermark_blocks_share=0.0))
+    run(bench)
+    for number, priority in enumerate(priorities):
+        bench.reserve(0.3 + number / 10, key=bench.key(request=OTHERS[number]), priority=priority)
+    assert bench.pool.num_free == 0
+    return bench
+
+
+def test_the_worst_grant_gives_way_to_what_decodes_and_cannot_grow():
+    bench = crowded(2, 1)
+    step(bench, 0.6)
+    step(bench, 0.7)
+    actions = bench.done(bench.leg.tick(0.8), 0.8)
+    assert revoked(actions) == [(OTHERS[0], "growth")], "although it is of a better class than what decodes"
+    assert spoken(step(bench, 0.9)) != []
+
+
+def test_no_grant_gives_way_while_anything_runs():
+    bench = crowded(5, 5)
+    step(bench, 0.6)
+    assert revoked(bench.done(bench.leg.tick(0.7), 0.7)) == []
+
+
+def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
+    bench = crowded(2, 1)
+    for number in (0, 1):
+        bench.commit(0.5, key=bench.key(request=OTHERS[number]))
+    step(bench, 0.6)
+    step(bench, 0.7)
+    assert bench.leg.scheduler.is_starved
+    assert revoked(bench.done(bench.leg.tick(0.8), 0.8)) == []
 
 
 # -- what follows

@@ -112,8 +112,9 @@ def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
     while node.step() is not None:
         pass
     assert node.scheduler.status(best) is Status.DECODING
-    assert node.scheduler.work_waiting
+    assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (False, True), "no stuck engine"
     node.scheduler.release(reservation.seq_id)
+    assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (True, False)
     node.run()
     assert node.of(best, Finished) != []
 

@@ -230,6 +230,7 @@ def test_the_best_of_all_is_not_given_back_however_long_it_waits():
     assert node.scheduler.schedule(50.0) == (None, [])
     assert node.scheduler.status(other) is Status.SWAPPED
     assert not node.scheduler.work_waiting, "waiting for blocks is no stuck engine"
+    assert node.scheduler.is_starved
     node.pool.release(99)
     node.run()
     assert tokens(node, other) == undisturbed(WORST, 9)
