@@ -28,7 +28,7 @@ def test_a_cluster_is_measured(served: Served, shape: tuple[str, ...]) -> None:
     assert report["warmup_requests"] == 3
     assert served.metrics()["request_success_total"] - before == 11
     assert 0 < report["ttft_ms"]["p50"] <= report["e2e_ms"]["p50"]
-    assert report["first_gap_ms"]["p50"] > 0
+    assert report["first_gap_ms"]["max"] > 0  # a small model's second token may come with the first
     assert report["itl_ms"]["max"] > 0
     assert report["output_tok_s"] == pytest.approx(72 / report["duration_s"], rel=0.01)
 

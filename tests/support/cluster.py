@@ -307,6 +307,9 @@ async def running_cluster(
     loaded: LoadedModel, device: Device, run_dir: str, options: ClusterOptions | None = None
 ) -> AsyncIterator[Cluster]:
     """A cluster that is ready; torn down, and checked for leaks, at the end."""
+    warm = TransportContext()
+    warm.prepare_zero_copy()  # as by the first node of a process: its thread stays
+    warm.close()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     cluster = Cluster(loaded, device, options or ClusterOptions(), run_dir)
     await cluster.start()

@@ -263,4 +263,5 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _shm_entries() -> set[str]:
-    return set(os.listdir(_SHM)) if _SHM.is_dir() else set()
+    """Without semaphores: a cluster has none, and other processes of the machine come and go."""
+    return {name for name in os.listdir(_SHM) if not name.startswith("sem.")} if _SHM.is_dir() else set()
