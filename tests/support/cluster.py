@@ -43,6 +43,7 @@ from tests.support.bodies import body_of
 from tests.support.eventually import eventually
 from tests.support.keys import KeyRing
 from tests.support.pause import PausePoints
+from tests.support.transport import large_frame_sent
 
 _numbers = itertools.count()
 _MAKE_LEGS: dict[Role, Callable[[LegContext], tuple[Leg, ...]]] = {
@@ -307,9 +308,7 @@ async def running_cluster(
     loaded: LoadedModel, device: Device, run_dir: str, options: ClusterOptions | None = None
 ) -> AsyncIterator[Cluster]:
     """A cluster that is ready; torn down, and checked for leaks, at the end."""
-    warm = TransportContext()
-    warm.prepare_zero_copy()  # as by the first node of a process: its thread stays
-    warm.close()
+    large_frame_sent()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     cluster = Cluster(loaded, device, options or ClusterOptions(), run_dir)
     await cluster.start()

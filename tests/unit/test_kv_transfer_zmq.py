@@ -29,6 +29,7 @@ from tests.support.transport import (
     DEADLINE_S,
     closing,
     ipc_endpoint,
+    large_frame_sent,
     num_fds,
     opened,
     take_one,
@@ -72,10 +73,7 @@ class Node:
 
 @pytest.fixture(scope="module", autouse=True)
 def _zero_copy_is_prepared() -> None:
-    """As by the first mover of a process: its thread and sockets stay."""
-    context = TransportContext()
-    context.prepare_zero_copy()
-    context.close()
+    large_frame_sent()
 
 
 def threads_after_a_large_frame() -> tuple[int, int]:
