@@ -195,7 +195,7 @@ class KvSender:
 
     def _message_lands(self, receiver: KvReceiver, piece: Piece, values: list[list[int]], breaks: int) -> None:
         if not self.network.is_lost(self.host, receiver.host, breaks):
-            receiver.arrive(piece, values, self.network.is_damaged(), lambda: self._credit(receiver, piece))
+            receiver.arrive(piece, values, self.network.is_damaged(piece), lambda: self._credit(receiver, piece))
 
     def _credit(self, receiver: KvReceiver, piece: Piece) -> None:
         """The receiver sends a Credit back."""

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
+from common.protocol.messages import Piece
 from ops.simulate.clock import EventLoop
 from ops.simulate.kv_receiver import KvReceiver
 
@@ -30,6 +31,8 @@ class KvNetwork:
     """How often the connections between two hosts broke: what was under way then is lost."""
     num_lost: int = 0
     num_damaged: int = 0
+    damaged_at: dict[str, float] = field(default_factory=dict)
+    """By request_id: when a piece of it last arrived wrong."""
     num_writes: int = 0
     """One-sided ones that landed."""
     num_late: int = 0
@@ -65,10 +68,12 @@ class KvNetwork:
         """How long a piece is under way after it was read."""
         return self.base_delay_s + self.jitter_s * self.rng.random()
 
-    def is_damaged(self) -> bool:
-        """Whether the bytes of a piece arrive wrong."""
+    def is_damaged(self, piece: Piece) -> bool:
+        """Whether the bytes of this piece, which lands now, are wrong."""
         damaged = self.damaged_share > 0 and self.rng.random() < self.damaged_share
-        self.num_damaged += damaged
+        if damaged:
+            self.num_damaged += 1
+            self.damaged_at[piece.key.request_id] = self.loop.now()
         return damaged
 
     def write_delay_s(self) -> float:

@@ -1,20 +1,20 @@
 """KV through memory that the nodes share: the same tokens, and every staging slot is free again, whoever died."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from common.config.protocol import Limits
+from common.config.protocol import Limits, Timers
 from common.config.schema import KvTransport
 from common.state.node_core import NodeCore
 from common.state.staging_slots import StagingSlots
 from decode_node.core.leg import DecodeLeg
 from tests.cluster.conftest import MakeCluster
-from tests.cluster.test_losses import FAST
 from tests.support.cluster import Cluster, NodeThread
 from tests.support.eventually import eventually
 from tests.support.tiny_llama import random_prompt, reference_tokens
@@ -37,6 +37,14 @@ async def slots_in_use(c: Cluster, name: str) -> tuple[int, int]:
         lambda core: (staging_of(core).num_granted, staging_of(core).num_quarantined)
     )
     return found
+
+
+async def until_in_use(c: Cluster, name: str, condition: Callable[[tuple[int, int]], bool]) -> None:
+    """Wait for a number of (granted, quarantined) slots."""
+    until = time.monotonic() + 30.0
+    while not condition(in_use := await slots_in_use(c, name)):
+        assert time.monotonic() < until, f"{in_use} slots are granted and rest"
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.asyncio
@@ -71,7 +79,7 @@ async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
 @pytest.mark.asyncio
 async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(2, 60)
-    async with cluster(prefill=2, kv_transports=SHM, timers=msgspec.structs.replace(FAST, quarantine_s=0.3)) as c:
+    async with cluster(prefill=2, kv_transports=SHM, timers=Timers(quarantine_s=0.3)) as c:
         prefills = [node for node in c.nodes.values() if node.role == "prefill"]
         for node in prefills:
             node.pauses.arm("after_layer")
@@ -81,9 +89,7 @@ async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeClu
         for node in prefills:
             if node is not serving:
                 node.pauses.release_all()
-        while (await slots_in_use(c, "decode-0"))[0] == 0:
-            await asyncio.sleep(0.01)
+        await until_in_use(c, "decode-0", lambda in_use: in_use[0] > 0)
         c.kill(serving.name)
         assert await answer == reference_tokens(reference[1], prompt, 8)
-        while await slots_in_use(c, "decode-0") != (0, 0):
-            await asyncio.sleep(0.01)
+        await until_in_use(c, "decode-0", lambda in_use: in_use == (0, 0))

@@ -1,8 +1,10 @@
 """200 clients at once against real processes: each request ends once and whole, and nothing is left anywhere."""
 
 import asyncio
+import contextlib
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,10 +106,14 @@ def descriptors(served: Served) -> dict[int, int]:
 def more_descriptors(served: Served, before: dict[int, int]) -> dict[str, list[str]]:
     """The descriptors of the processes that have more than before, by command line."""
     grown = [process for process in served.processes() if process.num_fds() > before[process.pid]]
-    return {
-        " ".join(process.cmdline()): [str(path.readlink()) for path in Path(f"/proc/{process.pid}/fd").iterdir()]
-        for process in grown
-    }
+    return {" ".join(process.cmdline()): list(open_files(process.pid)) for process in grown}
+
+
+def open_files(pid: int) -> Iterator[str]:
+    """What the descriptors of a process lead to. One may be closed while it is looked at."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            yield str(path.readlink())
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from router.core.table import RequestState
 
 ENOUGH_S = 7.0
 """In a calm cluster a request ends within this time, whatever it has been through."""
-SLOW_STEP_S = 0.1
-"""With longer steps the tokens of one request alone may take `ENOUGH_S`: it counts anew from each of them."""
+SLOW_STEP_S = 0.05
+"""With longer steps the tokens of one request, given back once, may take `ENOUGH_S`: it counts anew from each."""
 LINKS_UP_S = 3.0
 """Without faults all links are up by then, however slow the network."""
 
@@ -101,7 +101,7 @@ class StreamJudge:
     def verdict(self, *, troubled: bool, calm_at: float) -> str:
         """What became of it; a Violation when that is not true to what happened.
 
-        calm_at: when the last fault was over.
+        calm_at: when the last fault that could touch it was over.
         """
         stream = self.stream
         if stream.refused is not None:

@@ -170,7 +170,9 @@ class Run:
                     judge.check_time(loop.now())
         for judge in self.judges.values():
             self._watch_calm()
-            self.counts[judge.verdict(troubled=self.plan.troubled, calm_at=self.faults.calm_at)] += 1
+            damaged_at = self.world.kv.damaged_at.get(judge.stream.request.request_id, 0.0)
+            calm_at = max(self.faults.calm_at, damaged_at)
+            self.counts[judge.verdict(troubled=self.plan.troubled, calm_at=calm_at)] += 1
 
     def _watch_calm(self) -> None:
         """Without faults nothing is lost on the way: no attempt ends that the worker did not end."""
