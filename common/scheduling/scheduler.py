@@ -189,7 +189,7 @@ class Scheduler:
         `may_start` is asked for the head of the queue before it starts; False keeps it there, and all behind it.
         """
         events, self._events = self._events, []
-        if len(self._in_flight) >= self._config.max_steps_in_flight:
+        if not len(self._table) or len(self._in_flight) >= self._config.max_steps_in_flight:
             return Scheduled(None, events)
         batch = Batch(self._config.max_step_tokens)
         self._planner.fill(batch, now, may_start or _always, events)
@@ -234,7 +234,7 @@ class Scheduler:
         What is swapped out, or has no place for its next token while no block is free, waits for blocks, not for the
         engine.
         """
-        if self._in_flight or self._table.count(Status.COMPUTING):
+        if self._in_flight or self._table.members(Status.COMPUTING):
             return True
         return any(self._room.can_run(seq) for seq in self._table.members(Status.DECODING).values())
 
