@@ -10,7 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from common.errors import ConfigError
 from common.transport.context import TransportContext
+from common.transport.node_socket import NodeSocket
 from common.transport.security import Security
 
 DEADLINE_S = 20.0
@@ -41,6 +43,19 @@ def take_one(receive: Callable[[], Iterator[T]], *, step: Callable[[], object] |
     wait_until(take, step=step)
     assert len(taken) == 1
     return taken[0]
+
+
+def bind_again(node: NodeSocket, endpoint: str) -> None:
+    """Bind where another socket was just closed: ZeroMQ lets go of the address a moment later."""
+
+    def bound() -> bool:
+        try:
+            node.bind(endpoint)
+        except ConfigError:
+            return False
+        return True
+
+    wait_until(bound)
 
 
 def num_fds() -> int:

@@ -14,7 +14,7 @@ from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.node_socket import NodeSocket
 from common.transport.options import SocketOptions
 from common.transport.outbox import SendResult
-from tests.support.transport import ipc_endpoint, take_one, transport_context, wait_until
+from tests.support.transport import bind_again, ipc_endpoint, take_one, transport_context, wait_until
 
 OPTIONS = SocketOptions.control(Limits())
 TIGHT = SocketOptions(high_water=2, outbox_messages=5, reconnect_min_s=0.01, reconnect_max_s=0.02)
@@ -59,15 +59,7 @@ class Pair:
         """A new life at the same address."""
         self.node.close()
         self.node = NodeSocket(self.context, self.options)
-
-        def rebound() -> bool:
-            try:
-                self.node.bind(self.bound)
-            except ConfigError:
-                return False
-            return True
-
-        wait_until(rebound)
+        bind_again(self.node, self.bound)
 
     def check_invariants(self) -> None:
         self.node.check_invariants()

@@ -28,7 +28,7 @@ from common.transport.probe import ProbeResult, probe
 from common.transport.security import Security
 from common.transport.zap import TOLD_MAX, ZapHandler
 from tests.support.keys import KeyRing
-from tests.support.transport import closing, ipc_endpoint, opened, take_one, transport_context, wait_until
+from tests.support.transport import bind_again, closing, ipc_endpoint, opened, take_one, transport_context, wait_until
 
 FAST = SocketOptions(reconnect_min_s=0.01, reconnect_max_s=0.02, heartbeat_s=0.05, heartbeat_timeout_s=0.5)
 FAST_TIMERS = Timers(reconnect_min_s=0.01, reconnect_max_s=0.02)
@@ -59,15 +59,7 @@ class Peers:
         """A new life at the same address."""
         self.node.close()
         self.node = NodeSocket(self.context, self.options)
-
-        def rebound() -> bool:
-            try:
-                self.node.bind(self.bound)
-            except ConfigError:
-                return False
-            return True
-
-        wait_until(rebound)
+        bind_again(self.node, self.bound)
 
     def client(self, security: Security | None, endpoint: str = "") -> tuple[LinkSocket, LinkMonitor, Incarnation]:
         context = opened(self._stack, security)
