@@ -117,7 +117,8 @@ class TokenService(Protocol):
         ...
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Take a request on. Raises OverloadedError (429) or UnavailableError (503) before any work starts."""
+        """Take a request on. Raises OverloadedError (429) or UnavailableError (503) before any work starts; the stream
+        may still end with these before a first token, when no node came or none had room."""
         ...
 
     def nodes(self) -> tuple[NodeStatus, ...]:

@@ -16,7 +16,7 @@ from common.config.schema import ROLES, ClusterConfig, RoleConfig
 from common.config.shown import shown
 from common.errors import ConfigError
 
-_MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s"}
+_MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s", "new_wait_s"}
 _IN_ORDER = (
     ("beat_s", "suspect_s"),
     ("suspect_s", "dead_after_s"),

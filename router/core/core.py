@@ -70,14 +70,28 @@ class RouterCore:
     # -- what clients do
 
     def submit(self, asked: GenerateRequest, now: float) -> list[Effect]:
-        """Accept a request. Raises UnavailableError or OverloadedError, and then nothing was started."""
+        """Accept a request. Raises UnavailableError or OverloadedError, and then nothing was started.
+
+        Where no nodes can serve it now it may wait `new_wait_s` for some, and ends with UnavailableError after that.
+        """
         reason = self.not_ready_reason(asked.model)
-        if reason is not None:
+        if reason is not None and not self._may_wait(asked.model):
             raise UnavailableError(reason)
-        waiting = self.planner.least_waiting_tokens(asked.model)
+        self._check_room(asked)
+        return self._table.accept(asked, now)
+
+    def _may_wait(self, model: str) -> bool:
+        """Whether nodes may come that serve it: some did, and this worker is not about to leave."""
+        return self.timers.new_wait_s > 0 and self.draining_since is None and model in self.models
+
+    def _check_room(self, asked: GenerateRequest) -> None:
+        """Those that wait here count as if they were at the least busy node already."""
+        new = list(self._table.new_ones(asked.model))
+        if len(new) >= self.limits.queued_requests:
+            raise OverloadedError(f"{len(new)} requests are waiting already; try again later")
+        waiting = self.planner.least_waiting_tokens(asked.model) + sum(request.num_tokens for request in new)
         if waiting and waiting + len(asked.prompt_token_ids) > self.limits.queued_tokens:
             raise OverloadedError(f"{waiting} prompt tokens are waiting already; try again later")
-        return self._table.accept(asked, now)
 
     def cancel(self, request_id: RequestId, reason: str, now: float) -> list[Effect]:
         """The client wants no more; no effect when the request has ended."""

@@ -37,7 +37,7 @@ class ReplanBudget:
 
     def full_for(self, request: Request) -> frozenset[Incarnation]:
         """The nodes that have too much to get this one as well; none for a first attempt."""
-        if request.attempt == 0:
+        if request.is_new:
             return frozenset()
         most = self.bound - request.num_tokens
         return frozenset(peer for peer, tokens in self.in_use.items() if tokens > most and peer != request.holder)

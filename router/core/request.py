@@ -86,6 +86,11 @@ class Request:
         return self.machine.state
 
     @property
+    def is_new(self) -> bool:
+        """It has no attempt yet: it waits for its first pair of nodes."""
+        return self.attempt == 0
+
+    @property
     def next_index(self) -> int:
         """The first output index that is not held."""
         return len(self.output_token_ids)
@@ -136,5 +141,7 @@ class Request:
             raise InvariantError(f"request {self.request_id} is {self.state.name} with decode {self.decode}")
         if self.holder is not None and self.state is not RequestState.WAITING:
             raise InvariantError(f"request {self.request_id} is {self.state.name} and its KV still held")
+        if self.is_new and (self.state is not RequestState.WAITING or self.plan is not None or self.next_index):
+            raise InvariantError(f"request {self.request_id} has no attempt and is {self.state.name} with {self.plan}")
         if self.next_index > self.sampling.max_new_tokens:
             raise InvariantError(f"request {self.request_id} holds more tokens than it may")

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from common.config.protocol import Limits, Timers
-from common.errors import InvariantError, KvferryError
+from common.errors import InvariantError, KvferryError, UnavailableError
 from common.ids import Incarnation, RequestId
 from common.protocol.messages import Cancel
 from common.state.actions import Send
@@ -54,6 +54,13 @@ class RequestTable:
             return None
         return request
 
+    def new_ones(self, model: str | None = None) -> Iterator[Request]:
+        """Those of the model (of any) that wait for a first pair of nodes."""
+        for request_id in self._waiting:
+            request = self.by_id[request_id]
+            if request.is_new and model in (None, request.model):
+                yield request
+
     # -- forward
 
     def accept(self, asked: GenerateRequest, now: float) -> list[Effect]:
@@ -76,7 +83,6 @@ class RequestTable:
     def _try_plan(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> list[Effect]:
         plan = self.planner.plan(request, now, full)
         if plan is None:
-            request.not_before = now if full else now + self.timers.backoff_min_s
             return []
         effects = self._let_go(request, plan.prefill)
         request.attempt += 1
@@ -158,24 +164,26 @@ class RequestTable:
     # -- time
 
     def tick(self, now: float) -> list[Effect]:
-        """Deadlines that passed, plans that are due."""
+        """Deadlines that passed, plans that are due, new requests that waited long enough."""
         effects: list[Effect] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self.by_id.get(heapq.heappop(self._deadlines)[1])
             if request is not None:
                 effects += self.end(request, "timeout", None, now, "deadline")
-        return effects + self._plan_due(now)
+        return effects + self._plan_due(now) + self._refuse_overdue(now)
 
     def _plan_due(self, now: float) -> list[Effect]:
-        """The oldest first. No re-plan overtakes an older one of its model that waits for the budget."""
+        """The oldest first. No re-plan overtakes an older one of its model that waits for the budget; where one finds
+        no pair of nodes at all, no other one of its model is tried."""
         due = [request for request_id in self._waiting if (request := self.by_id[request_id]).not_before <= now]
         if not due:
             return []
         effects: list[Effect] = []
         budget = ReplanBudget.of(self.by_id.values(), self.limits.replan_tokens)
         held_up: set[str] = set()
+        unserved: set[str] = set()
         for request in sorted(due, key=lambda r: r.accepted_at):
-            if request.attempt > 0 and request.model in held_up:
+            if request.model in unserved or (request.model in held_up and not request.is_new):
                 continue
             full = budget.full_for(request)
             effects += self._try_plan(request, now, full)
@@ -183,6 +191,17 @@ class RequestTable:
                 budget.note(request)
             elif full:
                 held_up.add(request.model)
+            else:
+                unserved.add(request.model)
+        return effects
+
+    def _refuse_overdue(self, now: float) -> list[Effect]:
+        """No nodes came in time. Asked after plans were tried: who could be served now is not here any more."""
+        effects: list[Effect] = []
+        for request in list(self.new_ones()):
+            if now - request.accepted_at >= self.timers.new_wait_s:
+                error = UnavailableError(self.planner.serving_reason(request.model) or "no node took it in time")
+                effects += self.end(request, "error", error, now, "no node")
         return effects
 
     def _compact(self) -> None:

@@ -1,6 +1,6 @@
 """The one table that says what can happen to a request at its router worker. Pure.
 
-WAITING  no plan: new, or its last attempt ended without an end of the request
+WAITING  no plan: new and no pair of nodes can serve it yet, or its last attempt ended without an end of the request
 PLACED   a Job names a prefill node; the worker waits for the hand-over
 HANDED   one decode node owns the attempt
 ENDED    the outcome is decided, once; whatever comes later is dropped before this table is asked
@@ -40,7 +40,8 @@ class RequestEvent(Enum):
     GIVEN_BACK = auto()
     """The decode node ran out of blocks."""
     END = auto()
-    """Its last token came, its client left, its deadline passed, or it failed for good."""
+    """Its last token came, its client left, its deadline passed, no nodes came in time for a new one, or it
+    failed for good."""
 
 
 _S, _E = RequestState, RequestEvent

@@ -14,7 +14,14 @@ from tests.support.tiny_llama import random_prompt, reference_tokens
 
 Reference = tuple[Path, Any]
 FAST = Timers(
-    beat_s=0.1, suspect_s=0.3, dead_after_s=0.6, client_silent_s=0.8, worker_link_s=0.4, late_tick_s=0.4, hold_s=1.0
+    beat_s=0.1,
+    suspect_s=0.3,
+    dead_after_s=0.6,
+    client_silent_s=0.8,
+    worker_link_s=0.4,
+    late_tick_s=0.4,
+    hold_s=1.0,
+    new_wait_s=0.4,
 )
 """The protocol's proportions, five times as fast."""
 

@@ -30,7 +30,8 @@ PROMPT = random_prompt(21, 60, VOCAB_SIZE)
 
 @pytest.fixture(scope="module")
 def cluster(serve: Serve) -> Iterator[Served]:
-    with serve(settings={"router.max_iter_times": 2400, "serve.restart_min_s": 0.1}) as cluster:
+    settings = {"router.max_iter_times": 2400, "serve.restart_min_s": 0.1, "timers.new_wait_s": 60.0}
+    with serve(settings=settings) as cluster:
         yield cluster
 
 
@@ -112,16 +113,16 @@ def test_decode_is_killed_under_a_crowd(cluster: Served) -> None:
         assert [answer.result() for answer in answers] == expected
 
 
-def test_only_node_is_missed_and_new_requests_hear_of_it(cluster: Served) -> None:
-    """Until the node is back: 503 and why; a request of before is not forgotten meanwhile."""
+def test_only_node_is_missed_and_new_requests_wait_for_it(cluster: Served, undisturbed: list[int]) -> None:
+    """Health says at once that it is away; what does not exist is not waited for."""
     cluster.node("decode-0").kill()
     with cluster.client() as http:
         wait_until(lambda: http.get("/v2/health/ready").status_code == 503, "it is missed")
-        answer = http.post("/v2/models/m/infer", content=body_of(PROMPT, max_new_tokens=2))
-        assert answer.status_code == 503
-        assert answer.json()["error_type"] == "Service Unavailable"
-        assert int(answer.headers["retry-after"]) > 0
         assert http.get("/v2/models/unknown/ready").status_code == 404
+        assert http.post("/v2/models/unknown/infer", content=body_of(PROMPT, max_new_tokens=2)).status_code == 404
+        answer = http.post("/v2/models/m/infer", content=body_of(PROMPT, max_new_tokens=2))
+        assert answer.status_code == 200
+        assert answer.json()["outputs"][0]["data"] == undisturbed[:2]
 
 
 def test_worker_is_killed(cluster: Served, watch: NodeWatch) -> None:

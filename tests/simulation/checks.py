@@ -20,6 +20,8 @@ ENOUGH_S = 7.0
 """In a calm cluster a request ends within this time, whatever it has been through."""
 SLOW_STEP_S = 0.05
 """With longer steps the tokens of one request, given back once, may take `ENOUGH_S`: it counts anew from each."""
+RECOVERY_S = 3.2
+"""After the last fault is over, until the cluster must serve again: links time out, connect anew, are heard."""
 LINKS_UP_S = 3.0
 """Without faults all links are up by then, however slow the network."""
 
@@ -41,6 +43,7 @@ class StreamJudge:
     slow_engine: bool = False
     """Steps take longer than `SLOW_STEP_S`."""
     last_token_at: float = 0.0
+    ended_at: float = 0.0
     expected: tuple[int, ...] = field(init=False)
     ended: EndEvent | None = None
 
@@ -65,7 +68,7 @@ class StreamJudge:
             self._tokens(event)
             self.last_token_at = now
         else:
-            self.ended = event
+            self.ended, self.ended_at = event, now
             self._end(event, now)
             self.check_time(now)
 
@@ -92,6 +95,18 @@ class StreamJudge:
             raise Violation(f"{self._who} timed out {self.deadline - now:.3f} s early")
         if event.outcome == "cancelled" and self.may_leave_at is None:
             raise Violation(f"{self._who} was cancelled by nobody")
+        if isinstance(event.error, UnavailableError) and self.stream.worker.core.draining_since is None:
+            self._unavailable(now)
+
+    def _unavailable(self, now: float) -> None:
+        """It was new, waited as long as it may, and even now no nodes can serve it."""
+        core, waited_s = self.stream.worker.core, now - self.stream.sent_at
+        if self.stream.token_ids:
+            raise Violation(f"{self._who} is refused after {len(self.stream.token_ids)} tokens")
+        if core.not_ready_reason(self.stream.request.model) is None:
+            raise Violation(f"{self._who} is refused although nodes can serve it")
+        if not -1e-6 < waited_s - core.timers.new_wait_s < self.slack_s:
+            raise Violation(f"{self._who} waited {waited_s:.2f} s for nodes and not {core.timers.new_wait_s:g}")
 
     def check_time(self, now: float) -> None:
         """It is over by its deadline, and it is not over yet."""
@@ -120,18 +135,20 @@ class StreamJudge:
         if outcome == "timeout" and calm_s > ENOUGH_S:
             raise Violation(f"{self._who} timed out although all was well for {calm_s:.1f} s before its deadline")
         if outcome == "error":
-            self._judge_error(error, troubled)
+            self._judge_error(error, troubled, calm_at)
             return f"error {type(error).__name__}"
         return outcome
 
-    def _judge_error(self, error: Exception | None, troubled: bool) -> None:
+    def _judge_error(self, error: Exception | None, troubled: bool, calm_at: float) -> None:
         if isinstance(error, GenerationError):
             if not self.poisoned:
                 raise Violation(f"{self._who} failed to generate: {error}")
+        elif isinstance(error, UnavailableError):
+            up_at = calm_at + RECOVERY_S if troubled else LINKS_UP_S
+            if self.ended_at > up_at and self.stream.worker.core.draining_since is None:
+                raise Violation(f"{self._who} is refused although all was well for {self.ended_at - calm_at:.1f} s")
         elif not troubled and not isinstance(error, OverloadedError):
             raise Violation(f"{self._who} failed without any fault: {error}")
-        elif isinstance(error, UnavailableError | OverloadedError):
-            return
 
 
 def judge_notice(world: World, gone: Process) -> str | None:

@@ -32,6 +32,7 @@ from prefill_node.core.ferry import Ferry
 from prefill_node.core.jobs import JobTable
 from prefill_node.core.leg import PrefillLeg
 from prefill_node.core.pauses import Pauses
+from router.core.core import RouterCore
 from router.core.lists import Lists
 from router.core.planner import Planner
 from router.core.replans import ReplanBudget
@@ -52,6 +53,13 @@ def _restart_deadline(right: Patched) -> Patched:
         self._deadlines[:] = [due for due in self._deadlines if due[1] != request.request_id or due[0] > now + span / 2]
         self._deadlines.sort()
         return right(self, request, now, *full)
+
+    return plan
+
+
+def _tried_once(right: Patched) -> Patched:
+    def plan(self: RequestTable, request: Request, now: float, *full: object) -> object:
+        return [] if request.is_new and request.accepted_at < now else right(self, request, now, *full)
 
     return plan
 
@@ -333,6 +341,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("draining grants go on", "37", Reservations, "drain", nothing, "drain"),
     Mutation("a prompt that paused asks for no room again", "20", Pauses, "go_on", nothing, "pauses"),
     Mutation("a re-plan waits for a node that has none", "35", ReplanBudget, "full_for", _all_full, "crashes"),
+    Mutation("new requests wait for no node", "35", RouterCore, "_may_wait", _never, "crashes"),
+    Mutation("new requests that wait are never started", "35", RequestTable, "_try_plan", _tried_once, "crashes"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", nothing, "drain"),
     Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", nothing, "both"),
     Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),

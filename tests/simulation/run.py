@@ -4,22 +4,31 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.errors import UnavailableError
 from common.sampling_params import SamplingParams
-from ops.simulate.node import SimNode
+from ops.simulate.node import MODEL_NAME, SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
 from ops.simulate.world import World
 from router.api import StreamEvent
-from tests.simulation.checks import SLOW_STEP_S, StreamJudge, Violation, judge_notice, judge_quiet, judge_rested
+from tests.simulation.checks import (
+    RECOVERY_S,
+    SLOW_STEP_S,
+    StreamJudge,
+    Violation,
+    judge_notice,
+    judge_quiet,
+    judge_rested,
+)
 from tests.simulation.faults import POLL_S, Faults
 from tests.simulation.plan import Ask, Deed, Leave, Plan
 from tests.simulation.watch import Watch
 
-RECOVERY_S = 3.2
-"""After the last fault is over, until the cluster must serve again: links time out, connect anew, are heard."""
 QUIET_S = 2.2
 """After the last request ended, until nothing may be held any more: a list, and a slow message or two."""
 PROBE_PROMPT = (5, 6, 7, 8, 9)
+PROBE_MARGIN_S = 0.1
+"""A probe that waits for nodes is refused this long after they must be there, if at all."""
 
 
 @dataclass(slots=True)
@@ -70,7 +79,7 @@ class Run:
         loop.run_until(last)
         self.faults.end_late_writes()
         self._run_to_recovery()
-        self._probe_all()
+        self._probe_all(must_succeed=True)
         self._run_to_end()
         self._run_to_quiet()
         self._run_to_rested()
@@ -95,6 +104,9 @@ class Run:
         stream = self.world.send_request(worker, ask.prompt, sampling, priority=ask.priority, timeout_s=ask.timeout_s)
         if worker.core.draining_since is not None and stream.refused is None and not worker.asleep:
             raise Violation(f"{ask.worker} drains and takes a request")
+        at_once = worker.core.draining_since is None and MODEL_NAME in worker.core.models
+        if at_once and isinstance(stream.refused, UnavailableError):
+            raise Violation(f"{ask.worker} refuses a request that could wait: {stream.refused}")
         slow = any(node.costs.step_s > SLOW_STEP_S for node in self.plan.nodes)
         judge = StreamJudge(stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5, slow_engine=slow)
         self.judges[ask.number] = self._by_stream[stream.request.request_id] = judge
@@ -137,8 +149,10 @@ class Run:
         loop = self.world.loop
         while True:
             self._run_to_calm()
-            calm_at = self.faults.calm_at
-            loop.run_until(loop.now() + RECOVERY_S)
+            calm_at, served_at = self.faults.calm_at, loop.now() + RECOVERY_S
+            loop.run_until(served_at - self.plan.workers[0].timers.new_wait_s + PROBE_MARGIN_S)
+            self._probe_all(must_succeed=False)
+            loop.run_until(served_at)
             if self.faults.calm_at == calm_at:
                 return
 
@@ -150,16 +164,17 @@ class Run:
             if not process.alive:
                 self.faults.restart(process)
 
-    def _probe_all(self) -> None:
-        """Whatever happened before: now every worker serves again."""
+    def _probe_all(self, *, must_succeed: bool) -> None:
+        """Whatever happened before: now every worker serves again, or will while a new request waits for nodes."""
         for number, worker in enumerate(self.world.workers.values()):
-            self._ask_probe(number, worker)
+            self._ask_probe(number, worker, must_succeed)
 
-    def _ask_probe(self, number: int, worker: SimWorker) -> None:
+    def _ask_probe(self, number: int, worker: SimWorker, must_succeed: bool) -> None:
         sampling = SamplingParams(max_new_tokens=3, seed=number, do_sample=True)
         stream = self.world.send_request(worker, PROBE_PROMPT, sampling, priority=1, timeout_s=6.0)
-        judge = StreamJudge(stream, poisoned=False, must_succeed=True, slack_s=self.faults.frozen_s + 0.5)
-        self.judges[-1 - number] = self._by_stream[stream.request.request_id] = judge
+        slack_s = self.faults.frozen_s + 0.5
+        judge = StreamJudge(stream, poisoned=False, must_succeed=must_succeed, slack_s=slack_s)
+        self.judges[-1 - len(self.judges)] = self._by_stream[stream.request.request_id] = judge
 
     def _run_to_end(self) -> None:
         loop = self.world.loop

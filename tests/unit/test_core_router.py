@@ -238,6 +238,9 @@ def test_without_a_pair_that_fits_it_says_in_what_the_nodes_differ():
     bench = Bench(decode_block_size=16)
     assert bench.core.not_ready_reason("m") == "no prefill node fits a decode node; block_size: 4 != 16"
     assert bench.core.planner.least_waiting_tokens("m") == 0
-    with pytest.raises(UnavailableError, match="block_size: 4 != 16"):
-        bench.submit()
+    assert bench.submit(0.1) == []
+    for peer, endpoint in ((PREFILL, "prefill"), (DECODE, "decode")):
+        bench.tell(peer, endpoint, Status(status_no=2), 1.0)
+    (end,) = ends(bench.core.handle(Tick(), 2.1))
+    assert "block_size: 4 != 16" in str(end.error)
     assert bench.core.is_quiescent()

@@ -165,6 +165,17 @@ def test_a_fault_in_the_body_comes_before_a_refusal():
     assert error(result)[0] == 422
 
 
+@pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
+def test_what_waited_for_nodes_in_vain_is_refused_like_what_did_not(accept):
+    """Before the head of a stream as well."""
+    http = HttpApp()
+    http.service.script = Script(end_after=0, outcome="error", error=UnavailableError("no decode node is alive"))
+    result = testing.TestClient(http.app).simulate_post(PATH, body=BODY, headers={"Accept": accept})
+    assert error(result)[0] == 503
+    assert result.headers["retry-after"] == "1"
+    assert "text/event-stream" not in result.headers["content-type"]
+
+
 @pytest.mark.parametrize(
     ("script", "status"),
     [
