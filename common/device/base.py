@@ -70,6 +70,8 @@ class AttentionMetadata:
     slot_mapping: Tensor
     """[T] int64: block * block_size + offset for each of this step's tokens."""
     block_size: int
+    lengths: Tensor
+    """[N] int64: `seq_lens` where kernels can read them."""
 
     @property
     def num_sequences(self) -> int:

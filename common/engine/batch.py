@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.device.base import AttentionMetadata
+from common.engine.staging import Staging, StepInputs, StepShape
 from common.scheduling.step import ScheduledSequence
 
 
@@ -27,40 +28,54 @@ class Batch:
     """[n] absolute positions of the tokens to be drawn."""
 
 
-def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, device: torch.device) -> Batch:
-    """Lay out at least one scheduled sequence. Raises ValueError when a block table does not cover its tokens."""
+def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, staging: Staging) -> Batch:
+    """Lay out at least one scheduled sequence; good until `staging` is used again.
+
+    Raises ValueError when a block table does not cover its tokens.
+    """
     counts = np.array([len(sequence.token_ids) for sequence in scheduled])
     starts = np.array([sequence.start_position for sequence in scheduled])
     offsets = np.concatenate(([0], counts.cumsum()))
-    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - starts, counts)
-    tables = _block_tables(scheduled, block_size)
+    width = max(len(sequence.block_table) for sequence in scheduled)
+    shape = StepShape(int(offsets[-1]), len(scheduled), width)
+    host = staging.place(shape)
+    _fill_tables(host.block_tables, scheduled, block_size)
+    np.subtract(np.arange(shape.tokens), np.repeat(offsets[:-1] - starts, counts), out=host.positions)
+    blocks, places = np.divmod(host.positions, block_size)
     owners = np.repeat(np.arange(len(scheduled)), counts)
-    slots = tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    ids = np.concatenate([np.frombuffer(sequence.token_ids, dtype=np.uint32) for sequence in scheduled])
+    np.add(host.block_tables[owners, blocks] * np.int64(block_size), places, out=host.slots)
+    np.concatenate([np.frombuffer(one.token_ids, dtype=np.uint32) for one in scheduled], out=host.token_ids)
+    np.add(starts, counts, out=host.lengths)
     rows = [int(offsets[index + 1]) - 1 for index, sequence in enumerate(scheduled) if sequence.sample]
-    sampled = [sequence for sequence in scheduled if sequence.sample]
+    host.sampled_rows[: len(rows)] = rows
+    there = staging.send(shape)
     meta = AttentionMetadata(
         query_start_loc=tuple(offsets.tolist()),
-        seq_lens=tuple((starts + counts).tolist()),
-        block_tables=torch.from_numpy(tables).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
+        seq_lens=tuple(host.lengths.tolist()),
+        block_tables=there.block_tables,
+        slot_mapping=there.slots,
         block_size=block_size,
+        lengths=there.lengths,
     )
+    return batch_of(scheduled, there, meta)
+
+
+def batch_of(scheduled: Sequence[ScheduledSequence], there: StepInputs, meta: AttentionMetadata) -> Batch:
+    """Inputs that have been sent, with what of the plan is kept on the host."""
+    sampled = [sequence for sequence in scheduled if sequence.sample]
     return Batch(
-        token_ids=torch.from_numpy(ids.astype(np.int64)).to(device),
-        positions=torch.from_numpy(positions).to(device),
+        token_ids=there.token_ids,
+        positions=there.positions,
         meta=meta,
-        sampled_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        sampled_rows=there.sampled_rows[: len(sampled)],
         sampled_ids=tuple(sequence.seq_id for sequence in sampled),
         sampled_positions=tuple(sequence.seed_position for sequence in sampled),
     )
 
 
-def _block_tables(
-    scheduled: Sequence[ScheduledSequence], block_size: int
-) -> "np.ndarray[tuple[int, int], np.dtype[np.int32]]":
-    """[N, longest table] int32, padded with 0."""
-    tables = np.zeros((len(scheduled), max(len(sequence.block_table) for sequence in scheduled)), dtype=np.int32)
+def _fill_tables(tables: NDArray[np.int32], scheduled: Sequence[ScheduledSequence], block_size: int) -> None:
+    """[N, longest table], padded with 0."""
+    tables.fill(0)
     for row, sequence in enumerate(scheduled):
         count, end = len(sequence.token_ids), sequence.start_position + len(sequence.token_ids)
         if not count or end > len(sequence.block_table) * block_size:
@@ -68,4 +83,3 @@ def _block_tables(
                 f"sequence {sequence.seq_id}: {count} tokens up to {end}, with {len(sequence.block_table)} blocks"
             )
         tables[row, : len(sequence.block_table)] = sequence.block_table
-    return tables

@@ -13,6 +13,7 @@ from common.engine.batch import Batch, make_batch
 from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache
 from common.engine.sampler import SampleResult
+from common.engine.staging import Staging
 from common.models.causal_lm import CausalLM
 from common.parallel.collectives import ALONE, Collectives
 from common.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
         self._collectives = collectives
+        self._staging = Staging(device)
 
     def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
         """Copy what the plan swaps, compute its tokens, write their KV, draw where asked; all done on return.
@@ -83,7 +85,7 @@ class ModelRunner:
                 self._device.synchronize()
             return StepResult(plan.step_id, duration_s=time.perf_counter() - started)
         with torch.inference_mode():
-            batch = make_batch(plan.scheduled, self._kv_cache.block_size, self._device.torch_device)
+            batch = make_batch(plan.scheduled, self._kv_cache.block_size, self._staging)
             result = self._step(batch, on_layers_done if plan.report_layers else None)
         sampled, failed = result
         return StepResult(plan.step_id, sampled, failed, time.perf_counter() - started)
@@ -112,6 +114,8 @@ class ModelRunner:
         if len(batch.sampled_ids) < hidden.shape[0]:
             hidden = hidden.index_select(0, batch.sampled_rows)
         drawn = self._sampler.sample(batch.sampled_ids, batch.sampled_positions, self._model.logits(hidden))
+        # Not every sampler waits, and the next step's inputs go where this one's are.
+        self._device.synchronize()
         return drawn.sampled, drawn.failed
 
     def _reporter(self, on_layers_done: LayersDone | None) -> LayersDone | None:

@@ -5,7 +5,7 @@ random part has none: noise is a function of (seed, absolute position, token id)
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,9 @@ from common.engine import sampling_math
 from common.engine.sampling_math import DrawParams
 from common.errors import InvariantError
 from common.sampling_params import SamplingParams
+
+Fetch = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Brings tensors to the host; they are there when it returns. `common.engine.staging.Landing` has the fast one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,10 @@ class _SequenceState:
 class Sampler:
     """Vectorised over the batch; a sequence's tokens do not depend on what else is in it."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, fetch: Fetch | None = None) -> None:
+        """`fetch`: None copies them as they are."""
         self._vocab_size = vocab_size
+        self._fetch = fetch or _copied
         self._states: dict[int, _SequenceState] = {}
 
     def add(self, seq_id: int, token_ids: "array[int]", sampling: SamplingParams) -> None:
@@ -55,21 +60,27 @@ class Sampler:
         self._states.pop(seq_id, None)
 
     def sample(self, seq_ids: Sequence[int], positions: Sequence[int], logits: Tensor) -> SampleResult:
-        """Draw one token each. positions: absolute, of the token drawn; logits [n, vocab] float32, not kept."""
+        """Draw one token each. positions: absolute, of the token drawn; logits [n, vocab] float32, not kept.
+
+        Only what needs more than the largest logit has its logits brought to the host.
+        """
         if not seq_ids:
             return SampleResult()
-        logits = logits.cpu()
         states = [self._state(seq_id) for seq_id in seq_ids]
-        largest, tokens = logits.max(dim=1)
+        apart = [row for row, state in enumerate(states) if state.seen is not None or state.sampling.do_sample]
+        wanted = logits.max(dim=1)
+        largest, tokens, *others = self._fetch([*wanted, _rows(logits, apart)] if apart else wanted)
+        rows = others[0] if others else logits
         if any(state.seen is not None for state in states):
-            logits = self._penalised(states, logits)
-            largest, tokens = logits.max(dim=1)
+            rows = self._penalised([states[row] for row in apart], rows)
+            largest[apart], tokens[apart] = rows.max(dim=1)
         # max propagates not-a-number; an infinite largest value leaves no distribution either.
         finite = largest.isfinite().tolist()
-        random = [row for row, state in enumerate(states) if state.sampling.do_sample and finite[row]]
+        random = [at for at, row in enumerate(apart) if states[row].sampling.do_sample and finite[row]]
         if random:
-            chosen = [states[row].sampling for row in random]
-            tokens[random] = self._draw(chosen, [positions[row] for row in random], logits[random])
+            drawn = [apart[at] for at in random]
+            chosen = [states[row].sampling for row in drawn]
+            tokens[drawn] = self._draw(chosen, [positions[row] for row in drawn], _rows(rows, random))
         return self._record(seq_ids, states, tokens.tolist(), finite)
 
     def check_invariants(self) -> None:
@@ -124,3 +135,12 @@ class Sampler:
             if state.seen is not None:
                 state.seen[token] = True
         return result
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors]
+
+
+def _rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some of the rows, in order: the tensor itself where that is all."""
+    return logits if len(rows) == len(logits) else logits[list(rows)]

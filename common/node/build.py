@@ -14,6 +14,7 @@ from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache, num_blocks_for
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
+from common.engine.staging import Landing
 from common.errors import ConfigError
 from common.ids import Incarnation, new_incarnation
 from common.kv.block_pool import BlockPool
@@ -113,7 +114,7 @@ class NodeBuilder:
             swap_bytes(settings, self._device, cache.num_bytes), cache.specs, cache.num_layers, cache.block_size
         )
         scheduler = Scheduler(self._scheduler_config(), pool, HostPool(num_host_blocks))
-        sampler = Sampler(self._loaded.info.vocab_size)
+        sampler = Sampler(self._loaded.info.vocab_size, Landing(self._device).fetch)
         host_cache = HostCache(self._device, cache, num_host_blocks)
         collectives = ALONE if self._team is None else self._team.collectives
         own = ModelRunner(self._loaded.model, cache, sampler, self._device, host_cache, collectives)

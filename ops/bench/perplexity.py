@@ -18,6 +18,7 @@ from common.device.base import Device
 from common.device.quantize import WeightScheme
 from common.engine.batch import make_batch
 from common.engine.kv_cache import KvCache
+from common.engine.staging import Staging
 from common.models.load import DtypeName, LoadedModel, load_model
 from common.scheduling.step import ScheduledSequence
 
@@ -73,12 +74,13 @@ def _mean_loss(loaded: LoadedModel, device: Device, ids: Sequence[int], window: 
     block_size = device.supported_block_size(_BLOCK_SIZE)
     blocks = -(-window // block_size)
     cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
+    staging = Staging(device)
     starts = range(0, len(ids) - 1, window)
     total = 0.0
     for start in tqdm(starts, desc="windows", unit="window", disable=not progress):
         tokens = array("I", ids[start : start + window])
         sequence = ScheduledSequence(1, tokens, 0, tuple(range(blocks)), True, len(tokens))
-        batch = make_batch([sequence], block_size, device.torch_device)
+        batch = make_batch([sequence], block_size, staging)
         with torch.inference_mode():
             hidden = loaded.model.forward(batch.token_ids, batch.positions, cache.layers, batch.meta)
             logits = loaded.model.logits(hidden[:-1])

@@ -104,6 +104,7 @@ def _metadata(counts: tuple[int, ...], block_size: int, device: torch.device) ->
         query_start_loc=tuple(starts), seq_lens=LENGTHS,
         block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
         slot_mapping=torch.tensor(slots, device=device), block_size=block_size,
+        lengths=torch.tensor(LENGTHS, device=device),
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def logits_of_two_steps(ops):
         owners = torch.cat([torch.full((end - start,), row) for row, (start, end) in enumerate(ranges)])
         slots = tables[owners, positions // BLOCK].long() * BLOCK + positions % BLOCK
         count = ranges[0][1] - ranges[0][0]
-        meta = AttentionMetadata((0, count, len(positions)), lengths, tables, slots, BLOCK)
+        meta = AttentionMetadata((0, count, len(positions)), lengths, tables, slots, BLOCK, torch.tensor(lengths))
         hidden = model.forward(ids[positions + owners], positions, caches, meta)
         out.append(model.logits(hidden))
     return torch.cat(out)

@@ -39,7 +39,7 @@ def cache():
 
 def meta():
     tables, slots = on_npu(2, 4, dtype=torch.int32), on_npu(T, dtype=torch.int64)
-    return AttentionMetadata((0, 5, T), (300, 2), tables, slots, BLOCK)
+    return AttentionMetadata((0, 5, T), (300, 2), tables, slots, BLOCK, on_npu(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("name", CALLED)

@@ -52,7 +52,12 @@ def make_ragged_batch(
             starts.append(starts[-1] + count)
         chosen = [slot for own, count in zip(slots, counted, strict=True) for slot in own[len(own) - count :]]
         return AttentionMetadata(
-            tuple(starts), tuple(lengths), padded, torch.tensor(chosen, dtype=torch.int64), block_size
+            tuple(starts),
+            tuple(lengths),
+            padded,
+            torch.tensor(chosen, dtype=torch.int64),
+            block_size,
+            torch.tensor(lengths),
         )
 
     shape = (num_blocks, block_size, kv_heads, size)

@@ -63,7 +63,9 @@ def paged(
 
 def step(counts: list[int], lengths: list[int], tables: Tensor) -> AttentionMetadata:
     offsets = (0, *torch.tensor(counts).cumsum(0).tolist())
-    return AttentionMetadata(offsets, tuple(lengths), tables, torch.zeros(sum(counts), dtype=torch.int64), BLOCK)
+    return AttentionMetadata(
+        offsets, tuple(lengths), tables, torch.zeros(sum(counts), dtype=torch.int64), BLOCK, torch.tensor(lengths)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -58,7 +58,11 @@ def paged(
         new_slots.append(slots[length - new :])
     offsets = (0, *torch.tensor([new for new, _ in batch]).cumsum(0).tolist())
     lengths = tuple(length for _, length in batch)
-    return (first, second), AttentionMetadata(offsets, lengths, tables, torch.cat(new_slots), BLOCK), contents
+    return (
+        (first, second),
+        AttentionMetadata(offsets, lengths, tables, torch.cat(new_slots), BLOCK, torch.tensor(lengths)),
+        contents,
+    )
 
 
 def plain(
@@ -115,7 +119,7 @@ def test_blocks_before_the_window_are_not_read(device: Device) -> None:
     shorter = meta.block_tables.clone()
     for row, (new, length) in enumerate(batch):
         shorter[row, : (length - new + 1 - window) // BLOCK] = shorter[row - 1, 0]
-    moved = AttentionMetadata(meta.query_start_loc, meta.seq_lens, shorter, meta.slot_mapping, BLOCK)
+    moved = AttentionMetadata(meta.query_start_loc, meta.seq_lens, shorter, meta.slot_mapping, BLOCK, meta.lengths)
     assert not torch.equal(shorter, meta.block_tables)
     assert torch.equal(device.ops.attention(query, cache, moved, 0.4, window), wanted)
 

@@ -178,7 +178,8 @@ def _paged(
         new_slots.append(slots[length - new :])
         new_rows.append((keys[row][length - new :], values[row][length - new :]))
     offsets = (0, *torch.tensor([new for new, _ in batch]).cumsum(0).tolist())
-    meta = AttentionMetadata(offsets, tuple(length for _, length in batch), tables, torch.cat(new_slots), BLOCK)
+    lengths = tuple(length for _, length in batch)
+    meta = AttentionMetadata(offsets, lengths, tables, torch.cat(new_slots), BLOCK, torch.tensor(lengths))
     pair = (cache[0], cache[1])
     ops.kv_write(torch.cat([key for key, _ in new_rows]), torch.cat([value for _, value in new_rows]), pair, meta)
     return pair, meta, keys, values
