@@ -95,6 +95,12 @@ def test_it_goes_on_where_it_was(tmp_path, capsys):
     assert (tmp_path / "quick.md").read_text() in told
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_thousand_schedules_on_all_cores(tmp_path):
+    assert main(["--seeds", "2000", "--out", str(tmp_path)]) == 0
+
+
 def test_failures_of_earlier_runs_are_failures(tmp_path, capsys, monkeypatch):
     ledger = Ledger(code_version(), "quick")
     ledger.note(0, 10, Tally(10, failed=[Failed(3, "quick", "Violation", "Violation: of an earlier run")]))
