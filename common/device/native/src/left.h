@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "pool.h"
+#include "tile_matrix.h"
 #include "tile_of.h"
 
 namespace kvferry {
@@ -54,7 +55,7 @@ static inline void lay(const T* from, int64_t in, int64_t width, Rounded* to) {
 template <class K, class T>
 Rows<K> left_side(const T* x, int64_t stride, int64_t rows, int64_t in, int threads) {
   typedef typename Sides<K>::Left Left;
-  const int64_t width = units<K>(in) * Sides<K>::kStep;
+  const int64_t width = packed_units<K>(in) * Sides<K>::kStep;
   if constexpr (std::is_same_v<Left, T>)
     if (width == in) return {x, stride};
   const int64_t each = std::is_same_v<Left, Rounded> ? units<K>(in) : width;

@@ -70,6 +70,29 @@ void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Righ
   }
 }
 
+#if defined(KVFERRY_MATRIX_UNIT)
+
+// A run of panels in which the rows of one block pass through the matrix unit.
+void run_matrix_unit(const Job<Bf16, Bf16>& job, int64_t first_row, int64_t rows, int64_t first_panel, int64_t end_panel) {
+  const int64_t count = packed_units<Bf16>(job.weight->in), panel_units = count * kPanel;
+  const auto* right = static_cast<const uint32_t*>(job.weight->panels);
+  const int together = rows <= 16 ? 4 : 2;
+  MatrixUnit unit;
+  alignas(64) float tile[kMatrixValues];
+  for (int64_t panel = first_panel; panel < end_panel;) {
+    const int panels = panel + together <= end_panel ? together : 1;
+    for (int64_t row = first_row; row < first_row + rows; row += kMatrixRows) {
+      const int height = int(std::min<int64_t>(kMatrixRows, first_row + rows - row));
+      unit.multiply(height, panels, job.x.values + row * job.x.stride, job.x.stride, right + panel * panel_units,
+                    panel_units, count, tile);
+      put_tile(job, tile, height, panels, row, panel);
+    }
+    panel += panels;
+  }
+}
+
+#endif
+
 // One block of rows times one run of panels.
 template <class K, class T>
 void run_piece(const Job<K, T>& job, int index) {
@@ -77,7 +100,11 @@ void run_piece(const Job<K, T>& job, int index) {
   const int64_t first_row = block * job.block_rows, rows = std::min(job.block_rows, job.rows - first_row);
   const int64_t first_panel = part * job.panels_a_piece;
   const int64_t end_panel = std::min(first_panel + job.panels_a_piece, job.panels);
-  const int64_t count = units<K>(job.weight->in), panel_units = count * Sides<K>::kUnit;
+#if defined(KVFERRY_MATRIX_UNIT)
+  if constexpr (std::is_same_v<K, Bf16>)
+    if (has_matrix_unit()) return run_matrix_unit(job, first_row, rows, first_panel, end_panel);
+#endif
+  const int64_t count = packed_units<K>(job.weight->in), panel_units = count * Sides<K>::kUnit;
   const auto* right = static_cast<const typename Sides<K>::Right*>(job.weight->panels);
   if constexpr (std::is_same_v<K, Int8> || std::is_same_v<K, Int4>) {
     if (rows > kWidenRows) {  // several tiles: the panel is widened once for all of them
@@ -119,19 +146,20 @@ void pack_panel<Bf16>(const Bf16* weight, int64_t out, int64_t in, int64_t panel
       const uint32_t low = n < out ? row[k].bits : 0, high = n < out && k + 1 < in ? row[k + 1].bits : 0;
       to[k / 2 * kPanel + i] = low | high << 16;
     }
+    for (int64_t pair = units<Bf16>(in); pair < packed_units<Bf16>(in); pair++) to[pair * kPanel + i] = 0;
   }
 }
 
 template <class T>
 void pack_all(const T* weight, int64_t out, int64_t in, typename Sides<T>::Right* to, int threads) {
-  const int64_t panels = (out + kPanel - 1) / kPanel, panel_units = units<T>(in) * kPanel;
+  const int64_t panels = (out + kPanel - 1) / kPanel, panel_units = packed_units<T>(in) * kPanel;
   parallel(threads, int(panels), [&](int panel) { pack_panel<T>(weight, out, in, panel, to + panel * panel_units); });
 }
 
 }  // namespace
 
 int64_t packed_bytes(int64_t out, int64_t in, bool is_bf16) {
-  return (out + kPanel - 1) / kPanel * kPanel * (is_bf16 ? units<Bf16>(in) : in) * 4;
+  return (out + kPanel - 1) / kPanel * kPanel * (is_bf16 ? packed_units<Bf16>(in) : in) * 4;
 }
 
 void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panels, int threads) {
@@ -146,8 +174,10 @@ void multiply(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, 
   Job<K, T> job = {};
   job.x = left_side<K>(x, x_stride, rows, weight.in, threads);
   job.rows = rows;
+  const bool by_unit = std::is_same_v<K, Bf16> && has_matrix_unit();
+  const int64_t height = by_unit ? kMatrixRows : tile_rows<K>();
   const int64_t fitting = kBlockBytes / int64_t(weight.in * sizeof(typename Sides<K>::Left));
-  job.block_rows = std::clamp(fitting, kMinBlockRows, kMaxBlockRows) / tile_rows<K>() * tile_rows<K>();
+  job.block_rows = std::clamp(fitting, kMinBlockRows, kMaxBlockRows) / height * height;
   job.weight = &weight;
   job.out = out;
   job.out_stride = out_stride;

@@ -1,0 +1,142 @@
+// The inner kernel over bfloat16 where the CPU has a matrix unit (AMX): up to 32 rows times up to four panels.
+//
+// A panel of bfloat16 is what the unit reads as it is, 16 pairs of k at once. The unit adds in an order of its own, so
+// either all rows of a process go through it or none: a row has the same bits alone and among others.
+#pragma once
+#include "tile.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && defined(__x86_64__)
+#define KVFERRY_MATRIX_UNIT 1
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace kvferry {
+
+constexpr int kMatrixRows = 32;    // two of the unit's tiles
+constexpr int kMatrixPairs = 16;  // of k in a tile
+constexpr int kMatrixValues = kMatrixRows * 2 * kPanel;
+
+// Units of k in a panel of packed weights: whole tiles where a unit may read them, with zeros behind the last value.
+template <class K>
+static inline int64_t packed_units(int64_t k) {
+#if defined(KVFERRY_MATRIX_UNIT)
+  if constexpr (std::is_same_v<K, Bf16>) return (units<K>(k) + kMatrixPairs - 1) / kMatrixPairs * kMatrixPairs;
+#endif
+  return units<K>(k);
+}
+
+#if defined(KVFERRY_MATRIX_UNIT)
+
+// Whether the system lets this process use the unit; asked once.
+inline bool has_matrix_unit() {
+  constexpr int kAskPermission = 0x1023, kTileData = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;
+  return allowed;
+}
+
+// The calling thread's tiles: 0 to 3 sums, 4 and 5 rows of the left side, 6 and 7 of panels. The CPU fetches panels ahead
+// by itself: telling it which come next gains nothing here.
+class MatrixUnit {
+ public:
+  ~MatrixUnit() { _tile_release(); }
+
+  // As `tile`: left [rows], right [panels] (1, 2 or, of up to 16 rows, 4) -> out [rows][panels * 16].
+  void multiply(int rows, int panels, const Bf16* left, int64_t left_stride, const uint32_t* right,
+                int64_t right_stride, int64_t count, float* out) {
+    if (rows != rows_) shape(rows);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const int64_t stride = left_stride * int64_t(sizeof(Bf16)), out_stride = panels * kPanel * int64_t(sizeof(float));
+    if (rows > 16) {
+      if (panels == 1) tall<1>(left, stride, right, right_stride, count);
+      else tall<2>(left, stride, right, right_stride, count);
+      float* lower = out + 16 * panels * kPanel;
+      _tile_stored(0, out, out_stride);
+      _tile_stored(2, lower, out_stride);
+      if (panels == 1) return;
+      _tile_stored(1, out + kPanel, out_stride);
+      _tile_stored(3, lower + kPanel, out_stride);
+      return;
+    }
+    if (panels == 1) flat<1>(left, stride, right, right_stride, count);
+    else if (panels == 2) flat<2>(left, stride, right, right_stride, count);
+    else flat<4>(left, stride, right, right_stride, count);
+    _tile_stored(0, out, out_stride);
+    if (panels == 1) return;
+    _tile_stored(1, out + kPanel, out_stride);
+    if (panels == 2) return;
+    _tile_stored(2, out + 2 * kPanel, out_stride);
+    _tile_stored(3, out + 3 * kPanel, out_stride);
+  }
+
+ private:
+  void shape(int rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t bytes_a_row[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    const bool tall = rows > 16;
+    const int upper = tall ? 16 : rows, lower = tall ? rows - 16 : rows;
+    const int heights[8] = {upper, upper, lower, lower, upper, lower, kMatrixPairs, kMatrixPairs};
+    for (int i = 0; i < 8; i++) {
+      config.bytes_a_row[i] = 64;
+      config.rows[i] = uint8_t(heights[i]);
+    }
+    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC does not know how much of it is read
+    _tile_loadconfig(&config);
+    rows_ = rows;
+  }
+
+  template <int PANELS>
+  static void flat(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count) {
+    for (int64_t k = 0; k < count; k += kMatrixPairs) {
+      const uint32_t* at = right + k * kPanel;
+      _tile_loadd(4, left + 2 * k, stride);
+      _tile_loadd(6, at, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (PANELS > 1) {
+        _tile_loadd(7, at + right_stride, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (PANELS > 2) {
+        _tile_loadd(6, at + 2 * right_stride, 64);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(7, at + 3 * right_stride, 64);
+        _tile_dpbf16ps(3, 4, 7);
+      }
+    }
+  }
+
+  template <int PANELS>
+  static void tall(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count) {
+    const Bf16* lower = left + 8 * stride;
+    for (int64_t k = 0; k < count; k += kMatrixPairs) {
+      const uint32_t* at = right + k * kPanel;
+      _tile_loadd(4, left + 2 * k, stride);
+      _tile_loadd(6, at, 64);
+      _tile_loadd(5, lower + 2 * k, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+      if constexpr (PANELS > 1) {
+        _tile_loadd(7, at + right_stride, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+
+  int rows_ = 0;
+};
+
+#else
+
+inline constexpr bool has_matrix_unit() { return false; }
+
+#endif
+
+}  // namespace kvferry
