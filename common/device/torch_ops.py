@@ -166,23 +166,37 @@ def _attend_chunk(query: Tensor, read: _Read, meta: AttentionMetadata, index: in
 def _attend_singles(
     query: Tensor, read: _Read, meta: AttentionMetadata, indices: Sequence[int], scale: float, window: int
 ) -> Tensor:
-    """query [n, H, D], the newest position of each sequence in `indices` -> [n, H, V]. Pads to the longest."""
-    lengths = [meta.seq_lens[index] for index in indices]
-    first = min(_first_block(length, 1, window, meta.block_size) for length in lengths)
-    tables = meta.block_tables if len(indices) == meta.num_sequences else meta.block_tables[list(indices)]
-    tables = tables[:, first : _blocks(max(lengths), meta.block_size)].long()
-    new, heads, size = query.shape
-    positions = torch.arange(tables.shape[1] * meta.block_size, device=query.device) + first * meta.block_size
-    ends = torch.tensor(lengths, device=query.device)[:, None]
+    """query [n, H, D], the newest position of each sequence in `indices` -> [n, H, V]. Pads to the longest.
+
+    Where `indices` are all sequences it can be recorded: of the host it uses an upper bound of the lengths alone.
+    """
+    all_of_them = len(indices) == meta.num_sequences
+    tables, lengths = (t if all_of_them else t[list(indices)] for t in (meta.block_tables, meta.lengths))
+    tables = tables[:, : _blocks(max(meta.seq_lens[index] for index in indices), meta.block_size)]
+    ends = lengths[:, None]
+    positions = torch.arange(tables.shape[1] * meta.block_size, device=query.device)
+    if window:
+        tables, positions = _newest_blocks(tables, ends, window, meta.block_size)
     mask = positions < ends
     if window:
         mask &= positions >= ends - window
+    new, heads, size = query.shape
     # What lies beyond a sequence's end is another's old data. A mask alone does not keep a NaN there from spreading.
-    k, v = (t.flatten(1, 2).masked_fill_(~mask[..., None, None], 0).transpose(1, 2) for t in read(tables))
+    k, v = (t.flatten(1, 2).masked_fill_(~mask[..., None, None], 0).transpose(1, 2) for t in read(tables.long()))
     # The G query heads of one kv head stand where the query positions would: keys are read once, not G times.
     q = query.view(new, k.shape[1], -1, size)
     attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale)
     return attended.reshape(new, heads, -1)
+
+
+def _newest_blocks(tables: Tensor, ends: Tensor, window: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Of each sequence the blocks that its window reaches, as many for all, and the positions [n, ...] in them."""
+    count = min(_blocks(window - 1, block_size) + 1, tables.shape[1])
+    first = (ends - window).clamp_(min=0) // block_size
+    columns = first + torch.arange(count, device=tables.device)
+    offsets = torch.arange(count * block_size, device=tables.device)
+    # Behind a sequence's last block any other will do: the positions there are beyond its end.
+    return tables.gather(1, columns.clamp_(max=tables.shape[1] - 1)), first * block_size + offsets
 
 
 def _first_block(length: int, new: int, window: int, block_size: int) -> int:
