@@ -42,6 +42,8 @@ class NodeSettings:
     """Of each rank."""
     max_step_tokens: int
     max_running: int
+    graph_batches: tuple[int, ...]
+    """None above max_running; empty where nothing decodes."""
     prefix_cache: bool
     checksum: bool
     kv_transports: tuple[KvTransport, ...]
@@ -64,6 +66,7 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
     node, own = config.node, config.role(role)
     nodes = nodes_on_host(config)
     max_step_tokens = own.max_step_tokens or node.max_step_tokens
+    max_running = min(own.max_running or node.max_running, max_step_tokens)
     return NodeSettings(
         role=role,
         name=own.name,
@@ -85,13 +88,21 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         swap_bytes=0 if role == "prefill" else node.swap_bytes,
         swap_bytes_most=int(host.free_memory_bytes * _SWAP_MOST_SHARE) // nodes,
         max_step_tokens=max_step_tokens,
-        max_running=min(own.max_running or node.max_running, max_step_tokens),
+        max_running=max_running,
+        graph_batches=() if role == "prefill" else _graph_batches(node.graph_batches, max_running),
         prefix_cache=node.prefix_cache,
         checksum=node.checksum,
         kv_transports=node.kv_transports,
         staging_slots=node.staging_slots,
         staging_slot_bytes=node.staging_slot_bytes,
     )
+
+
+def _graph_batches(configured: tuple[int, ...] | None, max_running: int) -> tuple[int, ...]:
+    if configured is not None:
+        return tuple(number for number in configured if number <= max_running)
+    powers = (1 << exponent for exponent in range(max_running.bit_length()))
+    return tuple(sorted({*powers, max_running}))
 
 
 def nodes_on_host(config: ClusterConfig) -> int:

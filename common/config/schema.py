@@ -137,6 +137,11 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tokens computed in one step, prefill chunks and decode tokens together: how finely a long prompt is cut."""
     max_running: Positive = 128
     """Requests that a node computes at the same time; never more than max_step_tokens."""
+    graph_batches: tuple[Positive, ...] | None = None
+    """Numbers of sequences for which a step that only decodes is recorded at the start and replayed as a whole (CUDA
+    graphs, and the NPU's), filled up to the next number; other steps are started kernel by kernel. Worked out: 1, 2, 4
+    and so on up to max_running. Empty: nothing is recorded. Without effect on a CPU, on prefill nodes, with
+    tensor_parallel, and for models with experts."""
     share_weights: bool = True
     """Keep packed weights in the user's cache directory, where all nodes of a host map them and the next start finds
     them; the files of the last four models stay. For CPUs with native ops, models of 64 MiB or more, and weights that

@@ -3,36 +3,31 @@
 torch.cuda and torch_npu.npu offer the same calls under the same names; `AcceleratorApi` lists those used here.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 import torch
 from torch import Tensor
 
 from common.device.base import Group, KvTensorSpec, MakeGroup, Ops, Store
+from common.device.graphs import Graphs
 from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
+from common.device.streams import Stream, StreamApi
 from common.errors import ConfigError
 
 
-class DeviceStream(Protocol):
-    """A queue of work on the device."""
-
-    def synchronize(self) -> None:
-        """Wait until all work given so far is done."""
-        ...
-
-
-Stream = TypeVar("Stream", bound=DeviceStream)
-
-
-class AcceleratorApi(Protocol[Stream]):
+class AcceleratorApi(StreamApi[Stream], Protocol[Stream]):
     """The calls of torch.cuda and torch_npu.npu that this project makes outside of ops."""
 
     def set_device(self, device: torch.device) -> None:
         """Bind the calling thread."""
+        ...
+
+    def empty_cache(self) -> None:
+        """Give memory back that was freed and kept."""
         ...
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
@@ -41,10 +36,6 @@ class AcceleratorApi(Protocol[Stream]):
 
     def current_stream(self, device: torch.device) -> Stream:
         """The calling thread's stream."""
-        ...
-
-    def stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Work given inside goes to `stream`."""
         ...
 
 
@@ -79,6 +70,7 @@ class Accelerator(Generic[Stream]):
         rules: CacheRules,
         side_stream: Stream,
         make_group: MakeGroup,
+        make_graphs: Callable[[], Graphs],
     ) -> None:
         self.name = device.type
         self.torch_device = device
@@ -87,6 +79,7 @@ class Accelerator(Generic[Stream]):
         self._rules = rules
         self._side_stream = side_stream
         self._make_group = make_group
+        self._make_graphs = make_graphs
 
     def activate_thread(self) -> None:
         """Bind the calling thread; the runtimes keep the current device per thread, and a new thread has device 0."""
@@ -96,8 +89,13 @@ class Accelerator(Generic[Stream]):
         """By the device's own library. Its ranks are bound to a device each."""
         return self._make_group(store, rank, size, timeout)
 
+    def graphs(self) -> Graphs | None:
+        """A new recorder."""
+        return self._make_graphs()
+
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of this device."""
+        """(free, total) bytes of this device, after the allocator has given back what it does not use."""
+        self._api.empty_cache()
         return self._api.mem_get_info(self.torch_device)
 
     def allocate_layer_cache(

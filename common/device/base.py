@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store as Store  # type: ignore[attr-defined]  # it is, its stubs do not say so
 
+from common.device.graphs import Graphs
 from common.device.quantize import WeightScheme
 
 
@@ -64,14 +65,14 @@ class AttentionMetadata:
     query_start_loc: tuple[int, ...]
     """N + 1 offsets into the token axis."""
     seq_lens: tuple[int, ...]
-    """N lengths, cached positions and this step's tokens together."""
+    """N lengths, cached positions and this step's tokens together; upper bounds of them while a step is recorded."""
     block_tables: Tensor
     """[N, max_blocks] int32, padded with 0."""
     slot_mapping: Tensor
     """[T] int64: block * block_size + offset for each of this step's tokens."""
     block_size: int
     lengths: Tensor
-    """[N] int64: `seq_lens` where kernels can read them."""
+    """[N] int64: the lengths where kernels can read them."""
 
     @property
     def num_sequences(self) -> int:
@@ -281,12 +282,16 @@ class Device(Protocol):
         """
         ...
 
+    def graphs(self) -> Graphs | None:
+        """A new recorder of steps; None where steps cannot be recorded."""
+        ...
+
     def activate_thread(self) -> None:
         """Bind the calling thread to this device. Every thread that touches it calls this first."""
         ...
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """(free, total) bytes; what this process keeps for later allocations counts as free."""
         ...
 
     def allocate_layer_cache(

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroupGloo
 from common.config.host import probe_host
 from common.device.base import Group, KvTensorSpec, Ops, Store
 from common.device.cpu_ops import CpuOps
+from common.device.graphs import Graphs
 
 
 class CpuDevice:
@@ -32,6 +33,10 @@ class CpuDevice:
         self.threads = threads
         self.torch_device = torch.device("cpu")
         self.ops: Ops = ops or CpuOps()
+
+    def graphs(self) -> Graphs | None:
+        """None: an op that is called has begun."""
+        return None
 
     def activate_thread(self) -> None:
         """Sets the calling thread's number of compute threads: OpenMP keeps it per thread."""

@@ -3,6 +3,7 @@
 Not run by the tests of this project, which have no GPU; what it is made of (`Accelerator`, `TorchOps`) is.
 """
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -10,11 +11,15 @@ import torch
 
 from common.device.accelerator import Accelerator, CacheRules
 from common.device.base import Device, DeviceProbe, Group, Store
+from common.device.graphs import AcceleratorGraphs, Step
 from common.device.torch_ops import TorchOps
 from common.errors import DeviceUnavailableError
 
 _RULES = CacheRules(alignment=512, block_size_multiple=16, block_size_max=1024)
 """The ops are plain tensor code, so these are choices: the allocator's granularity, and blocks worth a gather."""
+
+_GRAPHS_MOST_TOKENS = 1 << 17
+"""Attention reads all that the block tables cover; beyond this that takes longer than to start a step's kernels."""
 
 
 def probe_cuda() -> DeviceProbe:
@@ -40,8 +45,41 @@ def open_cuda(index: int = 0) -> Device:
         torch.cuda.set_device(device)
     except RuntimeError as error:
         raise DeviceUnavailableError(f"device cuda:{index} cannot be opened: {error}") from error
+
+    def make_graphs() -> AcceleratorGraphs[torch.cuda.Stream]:
+        return AcceleratorGraphs(torch.cuda, _stream(device), _Recorder().record, _GRAPHS_MOST_TOKENS)
+
+    return Accelerator(device, TorchOps(), torch.cuda, _RULES, _stream(device), _nccl, make_graphs)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return Accelerator(device, TorchOps(), torch.cuda, _RULES, stream, _nccl)
+    return stream
+
+
+class _CudaGraph:
+    """Implements `common.device.graphs.Graph`. No kernel takes lengths from the host."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self, lengths: Sequence[int]) -> None:
+        """As recorded."""
+        self._graph.replay()
+
+
+class _Recorder:
+    """Its `record` is a `common.device.graphs.Record`."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, step: Step, stream: torch.cuda.Stream) -> _CudaGraph:
+        """Threads that move KV use the device as well; what they do shall not break the recording."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            step()
+        return _CudaGraph(graph)
 
 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:

@@ -14,10 +14,14 @@ import torch
 
 from common.device.accelerator import Accelerator, CacheRules
 from common.device.base import Device, DeviceProbe, Group, Store
+from common.device.graphs import AcceleratorGraphs, Graphs
+from common.device.npu_graphs import NpuRecorder
 from common.device.npu_ops import NpuOps, causal_mask, npu_features
 from common.errors import DeviceUnavailableError
 
 _RULES = CacheRules(alignment=2 << 20, block_size_multiple=128, block_size_max=512)
+_GRAPHS_MOST_TOKENS = 1 << 20
+"""The attention kernel reads what there is, whatever the block tables cover."""
 _RUNTIME_LIBRARY = "libascendcl.so"
 
 
@@ -60,7 +64,12 @@ def _open(index: int) -> Device:
     torch_npu.npu.set_device(device)
     features = npu_features(str(torch_npu.npu.get_device_name(index)), dir(torch_npu))
     ops = NpuOps(torch_npu, features, causal_mask(device))
-    return Accelerator(device, ops, torch_npu.npu, _RULES, torch_npu.npu.Stream(device), _hccl)
+    npu = torch_npu.npu
+
+    def make_graphs() -> Graphs:
+        return AcceleratorGraphs(npu, npu.Stream(device), NpuRecorder(npu).record, _GRAPHS_MOST_TOKENS)
+
+    return Accelerator(device, ops, npu, _RULES, npu.Stream(device), _hccl, make_graphs)
 
 
 def _hccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:

@@ -28,15 +28,16 @@ class Batch:
     """[n] absolute positions of the tokens to be drawn."""
 
 
-def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, staging: Staging) -> Batch:
+def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, staging: Staging, width: int = 0) -> Batch:
     """Lay out at least one scheduled sequence; good until `staging` is used again.
 
-    Raises ValueError when a block table does not cover its tokens.
+    `width`: blocks that each table has room for, where that is more than the longest has. Raises ValueError when a
+    block table does not cover its tokens.
     """
     counts = np.array([len(sequence.token_ids) for sequence in scheduled])
     starts = np.array([sequence.start_position for sequence in scheduled])
     offsets = np.concatenate(([0], counts.cumsum()))
-    width = max(len(sequence.block_table) for sequence in scheduled)
+    width = max(width, *(len(sequence.block_table) for sequence in scheduled))
     shape = StepShape(int(offsets[-1]), len(scheduled), width)
     host = staging.place(shape)
     _fill_tables(host.block_tables, scheduled, block_size)
@@ -74,7 +75,7 @@ def batch_of(scheduled: Sequence[ScheduledSequence], there: StepInputs, meta: At
 
 
 def _fill_tables(tables: NDArray[np.int32], scheduled: Sequence[ScheduledSequence], block_size: int) -> None:
-    """[N, longest table], padded with 0."""
+    """[N, W], padded with 0."""
     tables.fill(0)
     for row, sequence in enumerate(scheduled):
         count, end = len(sequence.token_ids), sequence.start_position + len(sequence.token_ids)

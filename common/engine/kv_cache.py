@@ -28,8 +28,16 @@ class KvCache:
     """The cache tensors of all layers. The constructor allocates them all."""
 
     def __init__(
-        self, device: Device, specs: tuple[KvTensorSpec, ...], num_layers: int, num_blocks: int, block_size: int
+        self,
+        device: Device,
+        specs: tuple[KvTensorSpec, ...],
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_scratch_blocks: int = 0,
     ) -> None:
+        """Scratch blocks come after the others. They are no sequence's, and nobody reads or writes them for one: rows
+        that fill up a batch have their KV there."""
         if min(num_layers, num_blocks, block_size) < 1:
             raise ValueError(
                 f"a cache of {num_layers} layers, {num_blocks} blocks of {block_size} tokens holds nothing"
@@ -38,8 +46,11 @@ class KvCache:
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.scratch_blocks = range(num_blocks, num_blocks + num_scratch_blocks)
         self._device = device
-        self.layers = tuple(device.allocate_layer_cache(specs, num_blocks, block_size) for _ in range(num_layers))
+        self.layers = tuple(
+            device.allocate_layer_cache(specs, num_blocks + num_scratch_blocks, block_size) for _ in range(num_layers)
+        )
         """One tuple of cache tensors a layer, in the device's layout."""
 
     @property
@@ -49,7 +60,7 @@ class KvCache:
 
     @property
     def num_bytes(self) -> int:
-        """What all blocks take."""
+        """What all blocks take that sequences may have."""
         return self.bytes_per_token * self.block_size * self.num_blocks
 
     def range_bytes(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> int:
@@ -114,7 +125,7 @@ class KvCache:
         """Every layer has its tensors, of the right size. Raises InvariantError."""
         for index, layer in enumerate(self.layers):
             for cache, spec in zip(layer, self.specs, strict=True):
-                wanted = self.num_blocks * self.block_size * math.prod(spec.shape_per_token)
+                wanted = self.scratch_blocks.stop * self.block_size * math.prod(spec.shape_per_token)
                 if cache.numel() != wanted or cache.dtype != spec.dtype:
                     raise InvariantError(f"layer {index}: {spec.name} has {cache.numel()} values, wanted {wanted}")
 

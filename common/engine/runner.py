@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.device.base import Device
 from common.engine.batch import Batch, make_batch
+from common.engine.decode_graphs import DecodeGraphs
 from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache
 from common.engine.sampler import SampleResult
@@ -17,7 +18,7 @@ from common.engine.staging import Staging
 from common.models.causal_lm import CausalLM
 from common.parallel.collectives import ALONE, Collectives
 from common.sampling_params import SamplingParams
-from common.scheduling.step import StepPlan, StepResult
+from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 
 LayersDone = Callable[[int], None]
 
@@ -53,8 +54,9 @@ class ModelRunner:
         device: Device,
         host_cache: HostCache | None = None,
         collectives: Collectives = ALONE,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`host_cache`: None where no plan ever swaps.
+        """`host_cache`: None where no plan ever swaps. `graphs`: None where every step is started kernel by kernel.
 
         `collectives`: those of the model. A step that computes has sums that wait for every rank; one of nothing but
         copies gets one here, for blocks are free when it has come back, on every rank.
@@ -66,6 +68,7 @@ class ModelRunner:
         self._device = device
         self._collectives = collectives
         self._staging = Staging(device)
+        self._graphs = graphs
 
     def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
         """Copy what the plan swaps, compute its tokens, write their KV, draw where asked; all done on return.
@@ -85,9 +88,7 @@ class ModelRunner:
                 self._device.synchronize()
             return StepResult(plan.step_id, duration_s=time.perf_counter() - started)
         with torch.inference_mode():
-            batch = make_batch(plan.scheduled, self._kv_cache.block_size, self._staging)
-            result = self._step(batch, on_layers_done if plan.report_layers else None)
-        sampled, failed = result
+            sampled, failed = self._step(plan.scheduled, on_layers_done if plan.report_layers else None)
         return StepResult(plan.step_id, sampled, failed, time.perf_counter() - started)
 
     def check_invariants(self) -> None:
@@ -104,10 +105,10 @@ class ModelRunner:
             for copies in plan.swap_in:
                 self._host_cache.copy_in(copies.device_blocks, copies.host_blocks)
 
-    def _step(self, batch: Batch, on_layers_done: LayersDone | None) -> tuple[dict[int, int], dict[int, str]]:
-        hidden = self._model.forward(
-            batch.token_ids, batch.positions, self._kv_cache.layers, batch.meta, self._reporter(on_layers_done)
-        )
+    def _step(
+        self, scheduled: Sequence[ScheduledSequence], on_layers_done: LayersDone | None
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        batch, hidden = self._forward(scheduled, on_layers_done)
         if not batch.sampled_ids:
             self._device.synchronize()
             return {}, {}
@@ -117,6 +118,18 @@ class ModelRunner:
         # Not every sampler waits, and the next step's inputs go where this one's are.
         self._device.synchronize()
         return drawn.sampled, drawn.failed
+
+    def _forward(
+        self, scheduled: Sequence[ScheduledSequence], on_layers_done: LayersDone | None
+    ) -> tuple[Batch, Tensor]:
+        if self._graphs is not None and on_layers_done is None:
+            replayed = self._graphs.forward(scheduled)
+            if replayed is not None:
+                return replayed
+        batch = make_batch(scheduled, self._kv_cache.block_size, self._staging)
+        return batch, self._model.forward(
+            batch.token_ids, batch.positions, self._kv_cache.layers, batch.meta, self._reporter(on_layers_done)
+        )
 
     def _reporter(self, on_layers_done: LayersDone | None) -> LayersDone | None:
         """Wait for the device before saying that a layer is done: what is reported may be read at once."""

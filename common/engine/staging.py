@@ -5,7 +5,7 @@ same layout on the device. On a CPU both are the same memory. Knows neither plan
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -74,6 +74,10 @@ class Staging:
         """Of the shape that came last: steps that decode have the same for a while, and making them takes longer than
         filling them in."""
 
+    def reserve(self, shapes: Iterable[StepShape]) -> None:
+        """Make room for steps of these shapes: while there are no others, their inputs stay where they are."""
+        self._grow(max(_num_bytes(shape) for shape in shapes))
+
     def place(self, shape: StepShape) -> HostInputs:
         """The host's side of a step; what is in it is of no meaning."""
         return self._views_of(shape)[1]
@@ -87,14 +91,16 @@ class Staging:
 
     def _views_of(self, shape: StepShape) -> tuple[StepShape, HostInputs, StepInputs]:
         if self._views is None or self._views[0] != shape:
-            num_bytes = _num_bytes(shape)
-            if num_bytes > len(self._host):
-                self._host = self._device.pinned_empty(1 << (num_bytes - 1).bit_length())
-                self._there = self._host.to(self._device.torch_device)
+            self._grow(_num_bytes(shape))
             host, there = _inputs(self._host, shape), _inputs(self._there, shape)
             arrays = (getattr(host, field.name).numpy() for field in fields(host))
             self._views = shape, HostInputs(*arrays), there
         return self._views
+
+    def _grow(self, num_bytes: int) -> None:
+        if num_bytes > len(self._host):
+            self._host = self._device.pinned_empty(1 << (num_bytes - 1).bit_length())
+            self._there = self._host.to(self._device.torch_device)
 
 
 class Landing:

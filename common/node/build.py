@@ -25,6 +25,7 @@ from common.kv_transfer.shm import host_prefix
 from common.model_info import Compatibility, ModelInfo
 from common.models.load import LoadedModel
 from common.node.engine_thread import EngineThread, StepRunner
+from common.node.graphs import GraphPlan, plan_graphs, record_graphs
 from common.node.kv_memory import kv_cache_bytes, swap_bytes
 from common.node.shell import NodeParts, NodeShell
 from common.parallel.collectives import ALONE
@@ -106,7 +107,8 @@ class NodeBuilder:
         ConfigError when not even one request would fit; RankLostError when a rank is gone.
         """
         settings, around = self._settings, self._around
-        self._cache = cache = self._allocate()
+        plan = plan_graphs(settings, self._loaded, self._device)
+        self._cache = cache = self._allocate(plan)
         pool = BlockPool(
             cache.num_blocks, cache.block_size, self._loaded.identity, prefix_caching=settings.prefix_cache
         )
@@ -117,7 +119,8 @@ class NodeBuilder:
         sampler = Sampler(self._loaded.info.vocab_size, Landing(self._device).fetch)
         host_cache = HostCache(self._device, cache, num_host_blocks)
         collectives = ALONE if self._team is None else self._team.collectives
-        own = ModelRunner(self._loaded.model, cache, sampler, self._device, host_cache, collectives)
+        graphs = record_graphs(plan, self._loaded, cache, self._device)
+        own = ModelRunner(self._loaded.model, cache, sampler, self._device, host_cache, collectives, graphs)
         runner = around.wrap_runner(self._led(own))
         if self._team is not None:
             self._team.begin(self.incarnation, cache.num_blocks, self._device, num_host_blocks)
@@ -162,23 +165,23 @@ class NodeBuilder:
         )
         return make_own(post) if self._team is None else RankedKvMover(self._team, make_own, post)
 
-    def _allocate(self) -> KvCache:
+    def _allocate(self, plan: GraphPlan) -> KvCache:
         settings, specs = self._settings, self._loaded.kv_specs
         layers = self._loaded.config.num_layers
         block_size = self._device.supported_block_size(settings.block_size)
         free_bytes = self._device.memory_info()[0]
         if self._team is not None:
             free_bytes = min(free_bytes, self._team.wait_loaded())
-        of_rank = kv_cache_bytes(settings, self._device, free_bytes)
+        of_rank = kv_cache_bytes(settings, self._device, free_bytes - plan.num_bytes)
         num_bytes = of_rank * settings.tensor_parallel
-        num_blocks = num_blocks_for(of_rank, specs, layers, block_size)
+        num_blocks = num_blocks_for(of_rank, specs, layers, block_size) - plan.num_scratch_blocks
         needed = -(-self._loaded.info.max_model_len // block_size) + 1
         if num_blocks < needed:
             raise ConfigError(
                 f"node.kv_cache_bytes: {num_bytes} bytes are {num_blocks} blocks of {block_size} tokens, but one "
                 f"request of node.max_model_len {self._loaded.info.max_model_len} tokens needs {needed}"
             )
-        return KvCache(self._device, specs, layers, num_blocks, block_size)
+        return KvCache(self._device, specs, layers, num_blocks, block_size, plan.num_scratch_blocks)
 
     def _scheduler_config(self) -> SchedulerConfig:
         timers, limits, settings = self._around.timers, self._around.limits, self._settings

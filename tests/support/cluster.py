@@ -68,6 +68,8 @@ class ClusterOptions:
     """Of each decode node."""
     max_step_tokens: int = 32
     max_running: int = 32
+    graph_batches: tuple[int, ...] = ()
+    """Without effect where the device has no graphs."""
     prefix_cache: bool = True
     checksum: bool = True
     kv_transports: tuple[KvTransport, ...] = ("zmq",)
@@ -255,6 +257,7 @@ class Cluster:
             threads=1,
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,
+            graph_batches=() if role == "prefill" else options.graph_batches,
             prefix_cache=options.prefix_cache,
             checksum=options.checksum,
             kv_transports=options.kv_transports,

@@ -8,6 +8,8 @@ from itertools import count
 
 from common.device.base import Device
 from common.device.cpu import CpuDevice
+from common.device.graphs import Graphs
+from common.engine.decode_graphs import DecodeGraphs, GraphSize, num_scratch_blocks
 from common.engine.host_cache import HostCache
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
@@ -48,14 +50,23 @@ class EngineDriver:
         block_size: int = 4,
         host_blocks: int = 0,
         collectives: Collectives = ALONE,
+        graphs: Graphs | None = None,
+        graph_sizes: tuple[GraphSize, ...] = (),
     ) -> None:
         # One thread: small models gain nothing from more, and lose much where other processes want the cores too.
         device = device or CpuDevice(1)
         device.activate_thread()
-        self.cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
+        scratch = num_scratch_blocks(graph_sizes, block_size)
+        self.cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size, scratch)
         self.sampler = Sampler(loaded.config.vocab_size)
         self.host_cache = HostCache(device, self.cache, host_blocks)
-        self.runner = ModelRunner(loaded.model, self.cache, self.sampler, device, self.host_cache, collectives)
+        self.graphs: DecodeGraphs | None = None
+        if graphs is not None:
+            self.graphs = DecodeGraphs(loaded.model, self.cache, device, graphs, graph_sizes)
+            self.graphs.record()
+        self.runner = ModelRunner(
+            loaded.model, self.cache, self.sampler, device, self.host_cache, collectives, self.graphs
+        )
         self._free = list(range(blocks))
         random.Random(5).shuffle(self._free)
         self._seq_ids, self._step_ids = count(1), count(1)

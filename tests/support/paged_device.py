@@ -1,9 +1,12 @@
 """The layout and the ops that cuda uses, on the CPU's memory."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from common.device.base import KvTensorSpec, Ops
 from common.device.cpu import CpuDevice
+from common.device.graphs import Graphs
 from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
 from common.device.torch_ops import TorchOps
 
@@ -16,6 +19,7 @@ class PagedDevice:
         self.name = cpu.name
         self.torch_device = cpu.torch_device
         self.ops: Ops = TorchOps()
+        self.graphs: Callable[[], Graphs | None] = cpu.graphs
         self.activate_thread = cpu.activate_thread
         self.group = cpu.group
         self.memory_info = cpu.memory_info

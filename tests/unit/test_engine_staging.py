@@ -54,6 +54,13 @@ def test_equal_shapes_lie_at_equal_places_whatever_came_between() -> None:
     assert places() == first
 
 
+def test_where_room_was_reserved_nothing_moves() -> None:
+    staging = Staging(CpuDevice(1))
+    staging.reserve(SHAPES)
+    places = {tensors(staging.send(shape))[0].data_ptr() for shape in sorted(SHAPES, key=lambda shape: shape.tokens)}
+    assert len(places) == 1
+
+
 def test_a_batch_says_the_same_on_the_device_as_on_the_host() -> None:
     staging = Staging(CpuDevice(1))
     staging.place(StepShape(64, 8, 8)).block_tables.fill(77)  # what an older step left there

@@ -8,6 +8,8 @@ import torch
 
 from common.device.base import Device, KvTensorSpec
 from common.device.cpu import CpuDevice
+from common.device.graphs import Graphs
+from common.engine.decode_graphs import DecodeGraphs, GraphSize
 from common.engine.host_cache import HostCache, runs
 from common.engine.kv_cache import KvCache
 from common.engine.runner import ModelRunner
@@ -24,6 +26,7 @@ from common.scheduling.sequence import SequenceSpec
 from common.scheduling.step import BlockCopies, StepPlan
 from tests.support.engine_driver import EngineDriver
 from tests.support.paged_device import PagedDevice
+from tests.support.replayed_graphs import ReplayedGraphs
 from tests.support.tiny_llama import make_checkpoint, random_prompt
 
 SPECS = (KvTensorSpec("key", (2, 3), torch.float32), KvTensorSpec("latent", (5,), torch.bfloat16, None))
@@ -95,13 +98,20 @@ def test_a_plan_of_nothing_but_copies_is_done_on_return(loaded: LoadedModel) -> 
     assert bytes(driver.cache.read(0, driver.cache.num_layers, sequence.blocks, 0, 14)) == kv
 
 
-def serve(loaded: LoadedModel, device: Device, num_blocks: int, num_host_blocks: int) -> tuple[list[list[int]], int]:
+def serve(
+    loaded: LoadedModel, device: Device, num_blocks: int, num_host_blocks: int, recorder: Graphs | None = None
+) -> tuple[list[list[int]], int]:
     """All prompts together by a scheduler and a real engine: their tokens, and how often one was swapped."""
     device.activate_thread()
-    cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, num_blocks, BLOCK_SIZE)
+    cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, num_blocks, BLOCK_SIZE, 1 if recorder else 0)
+    graphs = None
+    if recorder is not None:
+        graphs = DecodeGraphs(loaded.model, cache, device, recorder, [GraphSize(n, 12) for n in (1, 2, 4)])
+        graphs.record()
     runner = ModelRunner(
-        loaded.model, cache, Sampler(loaded.config.vocab_size), device, HostCache(device, cache, num_host_blocks)
-    )
+        loaded.model, cache, Sampler(loaded.config.vocab_size), device, HostCache(device, cache, num_host_blocks),
+        graphs=graphs,
+    )  # fmt: skip
     config = SchedulerConfig(max_running=8, max_step_tokens=16, watermark_blocks_share=0.0)
     scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE, "tiny"), HostPool(num_host_blocks))
     tokens: dict[int, list[int]] = {}
@@ -136,4 +146,15 @@ def test_streams_that_were_swapped_are_the_undisturbed_ones(
     assert all(len(stream) == NEW_TOKENS for stream in undisturbed)
     crowded, swaps = serve(loaded, device, num_blocks=15, num_host_blocks=32)
     assert swaps >= 2
+    assert crowded == undisturbed
+
+
+def test_streams_that_were_swapped_go_on_in_recorded_steps(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    device, recorder = PagedDevice(), ReplayedGraphs()
+    loaded = load_model(tmp_path, device=device, dtype="float32", progress=False)
+    undisturbed, _ = serve(loaded, device, num_blocks=64, num_host_blocks=0)
+    crowded, swaps = serve(loaded, device, num_blocks=15, num_host_blocks=32, recorder=recorder)
+    assert swaps >= 2
+    assert {len(lengths) for lengths in recorder.replays} == {1, 2, 4}
     assert crowded == undisturbed
