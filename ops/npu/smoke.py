@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ def run_checks(device: Device) -> Iterator[Check]:
     torch.manual_seed(0)
     yield from _check_small_ops(device)
     yield from _check_cache_and_attention(device)
+    yield from _check_graphs(device)
+    yield from _check_draws(device)
     yield from _measure_copies(device)
 
 
@@ -77,18 +79,54 @@ def _check_cache_and_attention(device: Device) -> Iterator[Check]:
 
 def _write_and_attend(device: Device) -> tuple[Tensor, Tensor]:
     """Write all positions, read two blocks back, attend from the last positions of each sequence."""
+    cache, block_size = _written_cache(device)
+    blocks = device.read_blocks(cache[0], torch.tensor([3, 1]))
+    query = torch.randn(sum(NEW), HEADS, HEAD_SIZE).to(device.torch_device, DTYPE)
+    step = _metadata(NEW, block_size, device.torch_device)
+    return blocks, device.ops.attention(query, cache, step, HEAD_SIZE**-0.5)
+
+
+def _written_cache(device: Device) -> tuple[tuple[Tensor, Tensor], int]:
+    """Keys and values of all positions, and the block size."""
     torch.manual_seed(1)
-    query, key, value = (
-        torch.randn(sum(counts), heads, HEAD_SIZE).to(device.torch_device, DTYPE)
-        for counts, heads in ((NEW, HEADS), (LENGTHS, KV_HEADS), (LENGTHS, KV_HEADS))
-    )
+    key, value = (torch.randn(sum(LENGTHS), KV_HEADS, HEAD_SIZE).to(device.torch_device, DTYPE) for _ in range(2))
     specs = tuple(KvTensorSpec(name, (KV_HEADS, HEAD_SIZE), DTYPE) for name in ("key", "value"))
     block_size = device.supported_block_size(128)
     keys, values = device.allocate_layer_cache(specs, 8, block_size)
     device.ops.kv_write(key, value, (keys, values), _metadata(LENGTHS, block_size, device.torch_device))
-    blocks = device.read_blocks(keys, torch.tensor([3, 1]))
-    step = _metadata(NEW, block_size, device.torch_device)
-    return blocks, device.ops.attention(query, (keys, values), step, HEAD_SIZE**-0.5)
+    return (keys, values), block_size
+
+
+def _check_graphs(device: Device) -> Iterator[Check]:
+    """Attention that is recorded for the longest lengths of its tables, and replayed with others."""
+    graphs = device.graphs()
+    if graphs is None:
+        return
+    cache, block_size = _written_cache(device)
+    query, wanted_query = (torch.randn(len(NEW), HEADS, HEAD_SIZE).to(device.torch_device, DTYPE) for _ in range(2))
+    out = torch.zeros(len(NEW), HEADS * HEAD_SIZE, dtype=DTYPE, device=device.torch_device)
+    decode = _metadata((1,) * len(NEW), block_size, device.torch_device)
+    longest = replace(decode, seq_lens=(decode.block_tables.shape[1] * block_size,) * len(NEW))
+
+    def step() -> None:
+        out.copy_(device.ops.attention(query, cache, longest, HEAD_SIZE**-0.5))
+
+    device.synchronize()
+    graph = graphs.capture(step)
+    query.copy_(wanted_query)
+    graph.replay(decode.seq_lens)
+    wanted = device.ops.attention(wanted_query, cache, decode, HEAD_SIZE**-0.5)
+    yield _compare("recorded attention", out, wanted.cpu())
+
+
+def _check_draws(device: Device) -> Iterator[Check]:
+    """The largest logit: of equal ones the first, and no number where one of them is none."""
+    logits = torch.zeros(3, 40000)
+    logits[0, [17, 30000]] = logits[1, 39999] = 2.0
+    logits[2, 1234] = torch.nan
+    largest, tokens = (tensor.cpu() for tensor in logits.to(device.torch_device).max(dim=1))
+    right = tokens[:2].tolist() == [17, 39999] and largest.isnan().tolist() == [False, False, True]
+    yield Check("largest logits", f"{largest.tolist()} at {tokens.tolist()}", right)
 
 
 def _metadata(counts: tuple[int, ...], block_size: int, device: torch.device) -> AttentionMetadata:

@@ -33,6 +33,9 @@ def bind_kernels():
             npu_fused_infer_attention_score,
         ):  # fmt: skip
             npu.impl(kernel.__name__, kernel, "CPU")
+        npu.impl("npu_fused_infer_attention_score.out", _fused_infer_attention_score_out, "CPU")
+        npu.impl("_npu_fused_infer_attention_score_get_max_workspace", lambda *_, **__: torch.empty(0), "CPU")
+        npu.impl("_npu_fused_infer_attention_score_infer_output", _attention_outputs, "CPU")
         atb.impl("_npu_reshape_and_cache", _npu_reshape_and_cache, "CPU")
         aten.impl("index_select", _index_select_on_npu, "PrivateUse1")
         aten.impl("index_put_", _index_put_on_npu, "PrivateUse1")
@@ -122,6 +125,17 @@ def npu_fused_infer_attention_score(
         out[start:end] = dense_attention(query[start:end], keys, values, scale)
         start = end
     return out, torch.zeros(1)
+
+
+def _fused_infer_attention_score_out(query, key, value, *, out, workspace=None, **others):
+    """What takes its place while a graph is recorded."""
+    assert workspace is not None
+    out[0].copy_(npu_fused_infer_attention_score(query, key, value, **others)[0])
+    return tuple(out)
+
+
+def _attention_outputs(query, value, **unused):
+    return torch.empty_like(query), torch.zeros(1)
 
 
 def _check_attention_call(query, key, value, mask, block_table, input_layout, sparse_mode, block_size):
