@@ -54,8 +54,11 @@ def describe_type(kind: types.Type) -> str:
             return " or ".join(describe_type(member) for member in members if not isinstance(member, types.NoneType))
         case types.LiteralType(values=values):
             return "one of " + ", ".join(f'"{value}"' for value in values)
+        case types.VarTupleType(item_type=types.LiteralType() as item):
+            return "array, each " + describe_type(item)
         case types.VarTupleType(item_type=item):
-            return f"array of {describe_type(item)}s"
+            noun, comma, bounds = describe_type(item).partition(",")
+            return f"array of {noun}s{comma}{bounds}"
         case types.IntType(ge=low, le=high):
             return "integer" + _bounds(low, high)
         case types.FloatType(gt=above):
