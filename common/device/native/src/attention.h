@@ -52,10 +52,14 @@ template <class T>
 void attend(const Attention<T>& a, int threads);
 
 // One new token of a sequence: keys [part * kDecodePart, ...) of one kv head, for all its query heads. With `parts` the
-// unfinished result goes there ([group][size + 2]: sums, largest score, weight), else it is the output.
+// unfinished result goes there ([group][size + 2]: sums, largest score, weight), else it is the output. `next` (or null):
+// what the calling thread does afterwards, whose keys are asked for meanwhile; it changes no result.
 constexpr int64_t kDecodePart = 128;
+struct DecodePart {
+  int64_t sequence, head, part;
+};
 template <class T>
-void attend_one(const Attention<T>& a, int64_t sequence, int64_t head, int64_t part, float* parts);
+void attend_one(const Attention<T>& a, const DecodePart& own, const DecodePart* next, float* parts);
 template <class T>
 void join_parts(const Attention<T>& a, int64_t sequence, int64_t head, const float* parts, int64_t count);
 

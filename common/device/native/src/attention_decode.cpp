@@ -14,6 +14,20 @@ int64_t rows_together(int64_t group) {
   return group % 3 == 0 ? 3 : group % 2 == 0 ? 2 : std::min<int64_t>(group, 3);
 }
 
+// Rows of the cache that are read next: asked for one by one while others are computed with.
+template <class T>
+struct RowsAhead {
+  const T* rows = nullptr;
+  const int64_t* offsets = nullptr;
+  int64_t count = 0, size = 0;
+
+  void fetch(int64_t j) const {
+    if (j >= count) return;
+    const char* row = reinterpret_cast<const char*>(rows + offsets[j]);
+    for (int64_t i = 0; i < size * int64_t(sizeof(T)); i += 64) __builtin_prefetch(row + i, 0, 2);
+  }
+};
+
 // query [R][size] times four keys -> scores [R][...] at four neighbouring places.
 template <class T, int L, int R>
 inline void score_four(const float* query, const T* const (&keys)[4], int64_t size, float* scores) {
@@ -35,11 +49,15 @@ inline void score_four(const float* query, const T* const (&keys)[4], int64_t si
 }
 
 template <class T, int L, int R>
-void score(const Attention<T>& a, const float* query, const int64_t* offsets, int64_t count, float* scores) {
+void score(const Attention<T>& a, const float* query, const int64_t* offsets, int64_t count, float* scores,
+           const RowsAhead<T>& ahead) {
   for (int64_t j = 0; j < count; j += 4) {
     const T* keys[4];
     // Past the end the last key stands in; nobody's memory is read, and the scores are overwritten below.
-    for (int64_t i = 0; i < 4; i++) keys[i] = a.keys + offsets[std::min(j + i, count - 1)];
+    for (int64_t i = 0; i < 4; i++) {
+      keys[i] = a.keys + offsets[std::min(j + i, count - 1)];
+      ahead.fetch(j + i);
+    }
     score_four<T, L, R>(query, keys, a.size, scores + j);
   }
 }
@@ -61,9 +79,10 @@ inline void weigh(float* scores, int64_t count, float& largest, float& total) {
 
 template <class T, int L, int R, int V>
 inline void gather_values(const T* values, const int64_t* offsets, int64_t count, const float* weights, float* out,
-                          int64_t out_stride) {
+                          int64_t out_stride, const RowsAhead<T>& ahead) {
   F<L> sums[R][V] = {};
   for (int64_t j = 0; j < count; j++) {
+    ahead.fetch(j);
     const T* value = values + offsets[j];
     F<L> w[R];
 #pragma GCC unroll 4
@@ -81,27 +100,32 @@ inline void gather_values(const T* values, const int64_t* offsets, int64_t count
     for (int i = 0; i < V; i++) store<L>(out + r * out_stride + i * L, sums[r][i]);
 }
 
+template <class T>
 struct Room {
   float *query, *scores;
   int64_t* offsets;
+  RowsAhead<T> values, keys;  // this part's values, the next part's keys
 };
 
 // Query rows [0, R) of `query` over `count` keys -> out [R][size + 2].
 template <class T, int L, int R>
-void attend_group(const Attention<T>& a, const float* query, const Room& room, int64_t count, float* out) {
+void attend_group(const Attention<T>& a, const float* query, const Room<T>& room, int64_t count, float* out) {
   const int64_t stride = a.size + 2;
-  score<T, L, R>(a, query, room.offsets, count, room.scores);
+  const bool first = query == room.query;
+  score<T, L, R>(a, query, room.offsets, count, room.scores, first ? room.values : RowsAhead<T>{});
   for (int r = 0; r < R; r++)
     weigh(room.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
   constexpr int kWide = R == 1 ? 8 : 4;
   int64_t d = 0;
   for (; d + kWide * L <= a.size; d += kWide * L)
-    gather_values<T, L, R, kWide>(a.values + d, room.offsets, count, room.scores, out + d, stride);
-  for (; d < a.size; d += L) gather_values<T, L, R, 1>(a.values + d, room.offsets, count, room.scores, out + d, stride);
+    gather_values<T, L, R, kWide>(a.values + d, room.offsets, count, room.scores, out + d, stride,
+                                  first && d == 0 ? room.keys : RowsAhead<T>{});
+  for (; d < a.size; d += L)
+    gather_values<T, L, R, 1>(a.values + d, room.offsets, count, room.scores, out + d, stride, RowsAhead<T>{});
 }
 
 template <class T, int L>
-void attend_all(const Attention<T>& a, const Room& room, int64_t count, float* out) {
+void attend_all(const Attention<T>& a, const Room<T>& room, int64_t count, float* out) {
   const int64_t group = a.group(), together = rows_together(group), stride = a.size + 2;
   for (int64_t r = 0; r < group; r += together) {
     const float* query = room.query + r * a.size;
@@ -125,28 +149,50 @@ void put_row(const float* sums, float total, int64_t size, T* out) {
   for (int64_t d = 0; d < size; d += 8) store<8>(out + d, load<8>(sums + d) * scale);
 }
 
+// The positions [first, end) of a part that its token sees.
+struct Span {
+  int64_t first, end;
+  int64_t count() const { return end - first; }
+};
+
+template <class T>
+Span span_of(const Attention<T>& a, const DecodePart& part) {
+  const int64_t length = a.batch.lengths[part.sequence], start = part.part * kDecodePart;
+  return {std::max(start, a.first_visible(length - 1)), std::min(start + kDecodePart, length)};
+}
+
+template <class T>
+RowsAhead<T> keys_ahead(const Attention<T>& a, const DecodePart& next, int64_t* offsets) {
+  const Span span = span_of(a, next);
+  find_offsets(a, next.sequence, next.head, span.first, span.count(), offsets);
+  return {a.keys, offsets, span.count(), a.size};
+}
+
 }  // namespace
 
 template <class T>
-void attend_one(const Attention<T>& a, int64_t sequence, int64_t head, int64_t part, float* parts) {
-  const int64_t length = a.batch.lengths[sequence], group = a.group(), stride = a.size + 2;
-  const int64_t first = std::max(part * kDecodePart, a.first_visible(length - 1));
-  const int64_t count = std::min((part + 1) * kDecodePart, length) - first;
+void attend_one(const Attention<T>& a, const DecodePart& own, const DecodePart* next, float* parts) {
+  const int64_t group = a.group(), stride = a.size + 2;
+  const Span span = span_of(a, own);
+  const int64_t count = span.count();
   float* memory = static_cast<float*>(
-      scratch(kSlotItem, uint64_t(group * (a.size + kDecodePart + stride) + 2 * kDecodePart) * sizeof(float)));
-  Room room = {};
+      scratch(kSlotItem, uint64_t(group * (a.size + kDecodePart + stride) + 4 * kDecodePart) * sizeof(float)));
+  Room<T> room = {};
   room.offsets = reinterpret_cast<int64_t*>(memory);
-  room.query = memory + 2 * kDecodePart;
+  room.query = memory + 4 * kDecodePart;
   room.scores = room.query + group * a.size;
   float* out = parts ? parts : room.scores + group * kDecodePart;
-  find_offsets(a, sequence, head, first, count, room.offsets);
-  const T* query = a.query + a.batch.starts[sequence] * a.query_stride + head * group * a.size;
+  find_offsets(a, own.sequence, own.head, span.first, count, room.offsets);
+  room.values = {a.values, room.offsets, count, a.size};
+  if (next) room.keys = keys_ahead(a, *next, room.offsets + kDecodePart);
+  const T* query = a.query + a.batch.starts[own.sequence] * a.query_stride + own.head * group * a.size;
   for (int64_t i = 0; i < group * a.size; i += 8) store<8>(room.query + i, load<8>(query + i) * a.scale);
   if (kLanes == 16 && a.size % 16 == 0) attend_all<T, kLanes>(a, room, count, out);
   else attend_all<T, 8>(a, room, count, out);
+  for (int64_t j = count; j < room.keys.count; j++) room.keys.fetch(j);
   if (parts) return;
   for (int64_t r = 0; r < group; r++)
-    put_row(out + r * stride, out[r * stride + a.size + 1], a.size, output(a, sequence, head) + r * a.size);
+    put_row(out + r * stride, out[r * stride + a.size + 1], a.size, output(a, own.sequence, own.head) + r * a.size);
 }
 
 template <class T>
@@ -169,8 +215,8 @@ void join_parts(const Attention<T>& a, int64_t sequence, int64_t head, const flo
   }
 }
 
-template void attend_one<float>(const Attention<float>&, int64_t, int64_t, int64_t, float*);
-template void attend_one<Bf16>(const Attention<Bf16>&, int64_t, int64_t, int64_t, float*);
+template void attend_one<float>(const Attention<float>&, const DecodePart&, const DecodePart*, float*);
+template void attend_one<Bf16>(const Attention<Bf16>&, const DecodePart&, const DecodePart*, float*);
 template void join_parts<float>(const Attention<float>&, int64_t, int64_t, const float*, int64_t);
 template void join_parts<Bf16>(const Attention<Bf16>&, int64_t, int64_t, const float*, int64_t);
 

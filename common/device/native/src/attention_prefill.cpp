@@ -99,7 +99,7 @@ void multiply(const typename Sides<T>::Left* left, int64_t left_stride, int64_t 
     for (int64_t panel = 0; panel < panels;) {
       const int width = panel + together <= panels ? together : 1;
       tile_of<T>(height, width, left + row * left_stride, left_stride, right + panel * panel_units, panel_units, count,
-                 tile);
+                 tile, {right, 0});  // all of it is at hand
       for (int r = 0; r < height; r++) put(tile + r * width * kPanel, row + r, panel * kPanel, width * kPanel);
       panel += width;
     }
