@@ -50,6 +50,14 @@ void put_tile(const Job<K, T>& job, const float* tile, int rows, int panels, int
   }
 }
 
+// What lies behind `width` panels and comes next, for tile `t` of `tiles` over them: each asks for its share of it, so
+// that memory is read all the time and not only by the first of them.
+template <class Right>
+Ahead next_of(const Right* panels, int64_t panel_units, int width, int64_t t, int64_t tiles) {
+  const int64_t line = kPanel * int64_t(sizeof(Right)), units = width * panel_units;
+  return {panels + units + units * t / tiles, std::min(line, line * width / tiles)};
+}
+
 // Tiles of the rows of one block times `panels` panels.
 template <class K, class T, class Right>
 void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Right* right, int64_t panel_units,
@@ -62,8 +70,9 @@ void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Righ
     const int height = int(rows * (t + 1) / tiles - rows * t / tiles);
     const int width = panels == panels_at_once<Multiplied>(height) ? panels : 1;
     for (int p = 0; p < panels; p += width) {
-      tile_of<Multiplied>(height, width, job.x.values + row * job.x.stride, job.x.stride, right + p * panel_units,
-                          panel_units, count, tile);
+      const Right* own = right + p * panel_units;
+      tile_of<Multiplied>(height, width, job.x.values + row * job.x.stride, job.x.stride, own, panel_units, count, tile,
+                          next_of(own, panel_units, width, t, tiles));
       put_tile(job, tile, height, width, row, panel + p);
     }
     row += height;
@@ -73,7 +82,8 @@ void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Righ
 #if defined(KVFERRY_MATRIX_UNIT)
 
 // A run of panels in which the rows of one block pass through the matrix unit.
-void run_matrix_unit(const Job<Bf16, Bf16>& job, int64_t first_row, int64_t rows, int64_t first_panel, int64_t end_panel) {
+void run_matrix_unit(const Job<Bf16, Bf16>& job, int64_t first_row, int64_t rows, int64_t first_panel,
+                     int64_t end_panel) {
   const int64_t count = packed_units<Bf16>(job.weight->in), panel_units = count * kPanel;
   const auto* right = static_cast<const uint32_t*>(job.weight->panels);
   const int together = rows <= 16 ? 4 : 2;

@@ -57,6 +57,14 @@ static inline int64_t units(int64_t k) {
 
 typedef F<kLanes> Acc;
 
+// What is read soon: `step` bytes of it for each step of a kernel.
+struct Ahead {
+  const void* at;
+  int64_t step;
+
+  void fetch(int64_t k) const { __builtin_prefetch(static_cast<const char*>(at) + k * step, 0, 2); }
+};
+
 // Sums that are handed over stay in registers only where the call is gone.
 #define KVFERRY_INLINE static inline __attribute__((always_inline))
 
@@ -87,10 +95,10 @@ KVFERRY_INLINE void add_products(Acc (&acc)[ROWS][PANELS][kParts], const Acc (&w
 // left [ROWS] with a stride in values, right [PANELS] with a stride in units, `count` units of k -> out [ROWS][PANELS * 16]
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const float* right, int64_t right_stride, int64_t count,
-                        float* out) {
+                        float* out, Ahead ahead) {
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t k = 0; k < count; k++) {
-    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    ahead.fetch(k);
     Acc w[PANELS][kParts];
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++)
@@ -105,14 +113,14 @@ static inline void tile(const float* left, int64_t left_stride, const float* rig
 
 template <int ROWS, int PANELS>
 static inline void tile(const Bf16* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
-                        int64_t count, float* out) {
+                        int64_t count, float* out, Ahead ahead) {
   __m512 acc[ROWS][PANELS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) acc[r][p] = _mm512_setzero_ps();
   for (int64_t k = 0; k < count; k++) {
-    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    ahead.fetch(k);
     __m512i w[PANELS];
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) w[p] = _mm512_loadu_si512(right + p * right_stride + k * kPanel);
@@ -136,10 +144,10 @@ static inline void tile(const Bf16* left, int64_t left_stride, const uint32_t* r
 // One load gives two rows of a panel: the upper halves are masked, the lower ones shifted up.
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
-                        int64_t count, float* out) {
+                        int64_t count, float* out, Ahead ahead) {
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t k = 0; k < count; k++) {
-    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    ahead.fetch(k);
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; odd++) {
       Acc w[PANELS][kParts];

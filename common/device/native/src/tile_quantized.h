@@ -92,10 +92,10 @@ struct Affine {
 
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const Four8* right, int64_t right_stride,
-                        int64_t count, float* out) {
+                        int64_t count, float* out, Ahead ahead) {
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t k = 0; k < count; k++) {
-    __builtin_prefetch(right + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+    ahead.fetch(k);
     Bits four[PANELS][kParts];
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++)
@@ -116,7 +116,7 @@ static inline void tile(const float* left, int64_t left_stride, const Four8* rig
 
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const Group4* right, int64_t right_stride,
-                        int64_t count, float* out) {
+                        int64_t count, float* out, Ahead ahead) {
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t g = 0; g < count; g++) {
     Affine affine[PANELS][kParts];
@@ -169,13 +169,13 @@ KVFERRY_INLINE Whole dot(Pairs a, Pairs b) { return ((a << 16) >> 16) * ((b << 1
 // Strides of the left side count groups.
 template <int ROWS, int PANELS>
 static inline void tile(const Rounded* left, int64_t left_stride, const Two8* right, int64_t right_stride, int64_t count,
-                        float* out) {
+                        float* out, Ahead ahead) {
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t g = 0; g < count; g++) {
     const Two8* group = right + g * Sides<Whole8>::kUnit;
     Whole sums[ROWS][PANELS][kParts] = {};
     for (int k = 0; k < kRounded / 2; k++) {
-      __builtin_prefetch(group + PANELS * right_stride + k * kPanel, 0, 2);  // the panels that come next
+      ahead.fetch(g * (kRounded / 2) + k);
       Pairs w[PANELS][kParts];
 #pragma GCC unroll 8
       for (int p = 0; p < PANELS; p++)
