@@ -9,10 +9,12 @@ from array import array
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from common.device.quantize import WeightScheme
 from common.engine.batch import make_batch
 from common.engine.decode_graphs import DecodeGraphs, GraphSize, graph_sizes, num_scratch_blocks
 from common.engine.kv_cache import KvCache
@@ -28,10 +30,11 @@ from tests.support.tiny_llama import make_checkpoint, random_prompt
 
 BLOCK = 4
 SIZES = tuple(GraphSize(*size) for size in product((1, 2, 4, 8), (4, 16)))
-MODELS = {
-    "llama": {},
-    "windows": {"sliding_window": 9, "max_window_layers": 1, "use_sliding_window": True},
-    "latent": {"first_k_dense_replace": 3},
+MODELS: dict[str, tuple[str, dict[str, Any], WeightScheme | None]] = {
+    "llama": ("", {}, None),
+    "windows": ("qwen2", {"sliding_window": 9, "max_window_layers": 1, "use_sliding_window": True}, None),
+    "head norms, int8 rows": ("qwen3", {}, "int8_dynamic"),
+    "latent": ("deepseek_v3", {"first_k_dense_replace": 3}, None),
 }
 
 
@@ -46,11 +49,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def _load(name: str, path: Path) -> LoadedModel:
-    if name == "llama":
-        make_checkpoint(path)
-    else:
-        make_family_checkpoint(path, {"windows": "qwen2", "latent": "deepseek_v3"}[name], **MODELS[name])
-    return load_model(path, device=PagedDevice(), dtype="float32", progress=False)
+    family, changes, scheme = MODELS[name]
+    make_family_checkpoint(path, family, **changes) if family else make_checkpoint(path)
+    return load_model(path, device=PagedDevice(), dtype="float32", progress=False, scheme=scheme)
 
 
 def driver_of(loaded: LoadedModel, graphs: ReplayedGraphs | None, sizes: tuple[GraphSize, ...] = SIZES) -> EngineDriver:
