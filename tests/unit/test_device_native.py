@@ -98,7 +98,7 @@ def test_a_linear_takes_rows_of_a_wider_tensor_and_none(ops: NativeOps) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 1, 37, 200])
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "size"), [(1, 1, 64), (2, 2, 24), (3, 3, 64), (2, 4, 128), (1, 7, 8), (2, 8, 72), (1, 13, 16)]
+    ("kv_heads", "group", "size"), [(1, 1, 64), (2, 2, 24), (3, 3, 64), (2, 4, 128), (1, 7, 8), (2, 8, 72), (1, 13, 32)]
 )
 def test_attention_of_every_shape(
     ops: NativeOps, dtype: torch.dtype, window: int, kv_heads: int, group: int, size: int
@@ -113,11 +113,14 @@ def test_attention_of_every_shape(
     assert torch.allclose(got.double(), wanted.double(), atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("size", [16, 64, 96])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_the_same_in_any_company_and_any_chunks(ops: NativeOps, threads: int, dtype: torch.dtype) -> None:
+def test_attention_is_the_same_in_any_company_and_any_chunks(
+    ops: NativeOps, threads: int, dtype: torch.dtype, size: int
+) -> None:
     lengths = [300, 17, 260, 129]
-    cache, tables = paged(lengths, 2, 16, dtype)
-    query = randn(300, 6, 16, seed=3, dtype=dtype)
+    cache, tables = paged(lengths, 2, size, dtype)
+    query = randn(300, 6, size, seed=3, dtype=dtype)
     whole = ops.attention(query, cache, step([300], [300], tables[:1]), 0.25)
     for cut in (2, 128, 131, 298):
         head = ops.attention(query[:cut], cache, step([cut], [cut], tables[:1]), 0.25)
@@ -134,12 +137,13 @@ def test_attention_is_the_same_in_any_company_and_any_chunks(ops: NativeOps, thr
     assert torch.equal(mixed[:2], ones[:2])
 
 
+@pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_not_a_number_stays_with_its_sequence(ops: NativeOps, dtype: torch.dtype) -> None:
+def test_not_a_number_stays_with_its_sequence(ops: NativeOps, dtype: torch.dtype, size: int) -> None:
     lengths = [50, 50, 50]
-    cache, tables = paged(lengths, 2, 16, dtype)
+    cache, tables = paged(lengths, 2, size, dtype)
     cache[0][tables[1, 3]] = math.nan
-    query = randn(22, 4, 16, seed=3, dtype=dtype)
+    query = randn(22, 4, size, seed=3, dtype=dtype)
     got = ops.attention(query, cache, step([1, 20, 1], lengths, tables), 0.25)
     assert got[0].isfinite().all()
     assert got[1:21].isnan().all()

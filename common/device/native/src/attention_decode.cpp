@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "attention_unit.h"
 #include "pool.h"
 #include "shuffle.h"
 
@@ -149,6 +150,24 @@ void put_row(const float* sums, float total, int64_t size, T* out) {
   for (int64_t d = 0; d < size; d += 8) store<8>(out + d, load<8>(sums + d) * scale);
 }
 
+// All of a part at once where the matrix unit takes it; else false.
+template <class T>
+bool attend_by_unit(const Attention<T>& a, const T* query, const Room<T>& room, int64_t count, float* out) {
+#if defined(KVFERRY_MATRIX_UNIT)
+  if constexpr (std::is_same_v<T, Bf16>) {
+    if (!fits_unit(a)) return false;
+    const int64_t stride = a.size + 2;
+    const UnitAttention unit(a, room.offsets, count);
+    unit.score(query, room.scores, [&](int64_t j) { room.values.fetch(j); });
+    for (int64_t r = 0; r < a.group(); r++)
+      weigh(room.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
+    unit.gather(room.scores, out, stride, [&](int64_t j) { room.keys.fetch(j); });
+    return true;
+  }
+#endif
+  return false;
+}
+
 // The positions [first, end) of a part that its token sees.
 struct Span {
   int64_t first, end;
@@ -186,9 +205,11 @@ void attend_one(const Attention<T>& a, const DecodePart& own, const DecodePart* 
   room.values = {a.values, room.offsets, count, a.size};
   if (next) room.keys = keys_ahead(a, *next, room.offsets + kDecodePart);
   const T* query = a.query + a.batch.starts[own.sequence] * a.query_stride + own.head * group * a.size;
-  for (int64_t i = 0; i < group * a.size; i += 8) store<8>(room.query + i, load<8>(query + i) * a.scale);
-  if (kLanes == 16 && a.size % 16 == 0) attend_all<T, kLanes>(a, room, count, out);
-  else attend_all<T, 8>(a, room, count, out);
+  if (!attend_by_unit(a, query, room, count, out)) {
+    for (int64_t i = 0; i < group * a.size; i += 8) store<8>(room.query + i, load<8>(query + i) * a.scale);
+    if (kLanes == 16 && a.size % 16 == 0) attend_all<T, kLanes>(a, room, count, out);
+    else attend_all<T, 8>(a, room, count, out);
+  }
   for (int64_t j = count; j < room.keys.count; j++) room.keys.fetch(j);
   if (parts) return;
   for (int64_t r = 0; r < group; r++)

@@ -21,7 +21,7 @@ void parallel(int threads, int count, Work&& work) {
 
 // At least `bytes` of memory for the calling thread, aligned to a cache line, kept until asked for again with the same
 // slot. Not zeroed.
-enum Slot { kSlotRows, kSlotWide, kSlotItem, kSlotParts, kSlotSmall, kSlotStep, kSlots };
+enum Slot { kSlotRows, kSlotWide, kSlotItem, kSlotParts, kSlotSmall, kSlotStep, kSlotUnit, kSlots };
 void* scratch(Slot slot, uint64_t bytes);
 
 }  // namespace kvferry

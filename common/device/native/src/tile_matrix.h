@@ -36,8 +36,26 @@ inline bool has_matrix_unit() {
   return allowed;
 }
 
-// The calling thread's tiles: 0 to 3 sums, 4 and 5 rows of the left side, 6 and 7 of panels. The CPU fetches panels ahead
-// by itself: telling it which come next gains nothing here.
+// Before tiles are loaded from memory that was just written: GCC does not know that they are.
+static inline void tiles_see_memory() { __asm__ volatile("" : : : "memory"); }
+
+// Rows, and bytes in a row, of the calling thread's eight tiles.
+static inline void shape_tiles(const int (&rows)[8], const int (&bytes)[8]) {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < 8; i++) {
+    config.bytes[i] = uint16_t(bytes[i]);
+    config.rows[i] = uint8_t(rows[i]);
+  }
+  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC does not know how much of it is read either
+  _tile_loadconfig(&config);
+}
+
+// The calling thread's tiles: 0 to 3 sums, 4 and 5 rows of the left side, 6 and 7 of panels. The CPU fetches panels
+// ahead by itself: telling it which come next gains nothing here.
 class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
@@ -75,20 +93,9 @@ class MatrixUnit {
 
  private:
   void shape(int rows) {
-    struct alignas(64) {
-      uint8_t palette = 1, start = 0, unused[14] = {};
-      uint16_t bytes_a_row[16] = {};
-      uint8_t rows[16] = {};
-    } config;
     const bool tall = rows > 16;
     const int upper = tall ? 16 : rows, lower = tall ? rows - 16 : rows;
-    const int heights[8] = {upper, upper, lower, lower, upper, lower, kMatrixPairs, kMatrixPairs};
-    for (int i = 0; i < 8; i++) {
-      config.bytes_a_row[i] = 64;
-      config.rows[i] = uint8_t(heights[i]);
-    }
-    __asm__ volatile("" : : "r"(&config) : "memory");  // GCC does not know how much of it is read
-    _tile_loadconfig(&config);
+    shape_tiles({upper, upper, lower, lower, upper, lower, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64});
     rows_ = rows;
   }
 
