@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "pool.h"
 #include "shuffle.h"
+#include "tile_matrix.h"
 #include "tile_of.h"
 
 namespace kvferry {
@@ -14,6 +15,12 @@ namespace {
 
 constexpr int64_t kKeys = 128;
 constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Whether a model's prompts pass through the matrix unit: by its shape alone.
+template <class T>
+bool fits_unit(const Attention<T>& a) {
+  return std::is_same_v<T, Bf16> && has_matrix_unit() && a.size % (2 * kMatrixPairs) == 0;
+}
 
 // Memory of one piece of work.
 template <class T>
@@ -68,15 +75,17 @@ void pack_keys(const T* keys, const int64_t* offsets, int64_t count, int64_t siz
   }
 }
 
-inline void pack_values(const float* values, const int64_t* offsets, int64_t count, int64_t size, float* to) {
+// Panels of `width` units; places behind the last key get zeros.
+inline void pack_values(const float* values, const int64_t* offsets, int64_t count, int64_t size, int64_t width,
+                        float* to) {
   for (int64_t d = 0; d < size; d += 8) {
-    float* panel = to + d / kPanel * count * kPanel + d % kPanel;
+    float* panel = to + d / kPanel * width * kPanel + d % kPanel;
     for (int64_t j = 0; j < count; j++) store<8>(panel + j * kPanel, load<8>(values + offsets[j] + d));
   }
 }
 
-inline void pack_values(const Bf16* values, const int64_t* offsets, int64_t count, int64_t size, uint32_t* to) {
-  const int64_t width = units<Bf16>(count);
+inline void pack_values(const Bf16* values, const int64_t* offsets, int64_t count, int64_t size, int64_t width,
+                        uint32_t* to) {
   for (int64_t d = 0; d < size; d += 8) {
     uint32_t* panel = to + d / kPanel * width * kPanel + d % kPanel;
     for (int64_t j = 0; j < count; j += 2) {
@@ -85,13 +94,41 @@ inline void pack_values(const Bf16* values, const int64_t* offsets, int64_t coun
       const U<8> pairs = __builtin_convertvector(low, U<8>) | __builtin_convertvector(high, U<8>) << 16;
       std::memcpy(panel + j / 2 * kPanel, &pairs, sizeof pairs);
     }
+    for (int64_t pair = units<Bf16>(count); pair < width; pair++) std::fill_n(panel + pair * kPanel, 8, 0u);
   }
 }
+
+#if defined(KVFERRY_MATRIX_UNIT)
+
+// As `multiply` below; `count` is of whole tiles.
+template <class Put>
+void multiply_by_unit(const Bf16* left, int64_t left_stride, int64_t rows, const uint32_t* right, int64_t count,
+                      int64_t panels, Put&& put) {
+  MatrixUnit unit;
+  alignas(64) float tile[kMatrixValues];
+  tiles_see_memory();
+  for (int64_t row = 0; row < rows; row += kMatrixRows) {
+    const int height = int(std::min<int64_t>(kMatrixRows, rows - row));
+    for (int64_t panel = 0; panel < panels;) {
+      const int width = panel + 2 <= panels ? 2 : 1;
+      unit.multiply(height, width, left + row * left_stride, left_stride, right + panel * count * kPanel, count * kPanel,
+                    count, tile);
+      for (int r = 0; r < height; r++) put(tile + r * width * kPanel, row + r, panel * kPanel, width * kPanel);
+      panel += width;
+    }
+  }
+}
+
+#endif
 
 // left [rows] times all panels; put(tile values, row, first column, columns) takes each result.
 template <class T, class Put>
 void multiply(const typename Sides<T>::Left* left, int64_t left_stride, int64_t rows,
-              const typename Sides<T>::Right* right, int64_t count, int64_t panels, Put&& put) {
+              const typename Sides<T>::Right* right, int64_t count, int64_t panels, bool by_unit, Put&& put) {
+#if defined(KVFERRY_MATRIX_UNIT)
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (by_unit) return multiply_by_unit(left, left_stride, rows, right, count, panels, put);
+#endif
   const int64_t tiles = (rows + tile_rows<T>() - 1) / tile_rows<T>(), panel_units = count * kPanel;
   alignas(64) float tile[kTileValues];
   for (int64_t t = 0, row = 0; t < tiles; t++) {
@@ -162,19 +199,21 @@ void end(const Attention<T>& a, const Room<T>& room, T* out) {
 // Keys [from, from + count) for all rows; row 0 is at `position`.
 template <class T>
 void take_keys(const Attention<T>& a, Room<T>& room, int64_t from, int64_t count, int64_t position) {
-  const int64_t width = round_up(count, kPanel), group = a.group();
+  const bool by_unit = fits_unit(a);
+  const int64_t value_units = by_unit ? round_up(units<T>(count), kMatrixPairs) : units<T>(count);
+  const int64_t width = round_up(count, by_unit ? 2 * kMatrixPairs : kPanel), group = a.group();
   pack_keys(a.keys, room.offsets, count, a.size, room.keys);
-  multiply<T>(room.query, a.size, room.rows, room.keys, units<T>(a.size), width / kPanel,
+  multiply<T>(room.query, a.size, room.rows, room.keys, units<T>(a.size), round_up(count, kPanel) / kPanel, by_unit,
               [&](const float* tile, int64_t row, int64_t column, int64_t columns) {
                 std::memcpy(room.scores + row * kKeys + column, tile, columns * sizeof(float));
               });
   for (int64_t row = 0; row < room.rows; row++) {
     const int64_t own = position + row / group;
-    weigh(room, row, std::clamp<int64_t>(a.first_visible(own) - from, 0, count), std::clamp<int64_t>(own + 1 - from, 0, count),
-          width, a.scale);
+    weigh(room, row, std::clamp<int64_t>(a.first_visible(own) - from, 0, count),
+          std::clamp<int64_t>(own + 1 - from, 0, count), width, a.scale);
   }
-  pack_values(a.values, room.offsets, count, a.size, room.values);
-  multiply<T>(room.weights, kKeys, room.rows, room.values, units<T>(count), room.padded / kPanel,
+  pack_values(a.values, room.offsets, count, a.size, value_units, room.values);
+  multiply<T>(room.weights, kKeys, room.rows, room.values, value_units, room.padded / kPanel, by_unit,
               [&](const float* tile, int64_t row, int64_t column, int64_t columns) {
                 float* sums = room.sums + row * room.padded + column;
                 for (int64_t d = 0; d < columns; d += kLanes)
