@@ -3,14 +3,17 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
+#include "tile_matrix.h"
 
 namespace kvferry {
 namespace {
 
 constexpr int64_t kRowsAtOnce = 96;  // query rows (tokens times heads of a group) that share one reading of the keys
+constexpr int64_t kRowsOfUnit = 192;  // where the matrix unit takes them: then packing the keys is what costs
 constexpr int kRunsPerThread = 6;    // of lone tokens, so that a thread that is held up leaves little to wait for
 
 struct Chunk {
@@ -49,7 +52,8 @@ void plan_one(const Attention<T>& a, int64_t sequence, Plan& plan) {
 
 template <class T>
 void plan_chunk(const Attention<T>& a, int64_t sequence, int64_t count, Plan& plan) {
-  const int64_t step = std::max<int64_t>(1, kRowsAtOnce / a.group());
+  const bool by_unit = std::is_same_v<T, Bf16> && has_matrix_unit();
+  const int64_t step = std::max<int64_t>(1, (by_unit ? kRowsOfUnit : kRowsAtOnce) / a.group());
   const int64_t pieces = (count + step - 1) / step;
   for (int64_t piece = pieces - 1; piece >= 0; piece--)  // the longest first
     for (int64_t head = 0; head < a.kv_heads; head++)

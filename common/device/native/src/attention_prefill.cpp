@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "pool.h"
 #include "shuffle.h"
+#include "softmax_unit.h"
 #include "tile_matrix.h"
 #include "tile_of.h"
 
@@ -36,14 +37,16 @@ struct Room {
   float* sums;     // [rows][padded]
   float* largest;  // [rows]
   float* total;    // [rows]
+  float* lanes;    // [rows][16]: the total of the matrix unit's way, by lanes
   int64_t* offsets;  // [kKeys]
 
   Room(int64_t rows_, int64_t size_) : rows(rows_), size(size_), padded(round_up(size_, kPanel)) {
-    const int64_t bytes[] = {kKeys * 8, rows * size * 4, rows * kKeys * 4, kKeys * size * 4, kKeys * padded * 4,
-                             rows * kKeys * 4, rows * padded * 4, rows * 4, rows * 4};
-    int64_t at[10] = {};
-    for (int i = 0; i < 9; i++) at[i + 1] = at[i] + round_up(bytes[i], 64);
-    char* memory = static_cast<char*>(scratch(kSlotItem, uint64_t(at[9])));
+    const int64_t whole = round_up(rows, kMatrixRows);
+    const int64_t bytes[] = {kKeys * 8, whole * size * 4, whole * kKeys * 4, kKeys * size * 4, kKeys * padded * 4,
+                             whole * kKeys * 4, whole * padded * 4, rows * 4, rows * 4, rows * kPanel * 4};
+    int64_t at[11] = {};
+    for (int i = 0; i < 10; i++) at[i + 1] = at[i] + round_up(bytes[i], 64);
+    char* memory = static_cast<char*>(scratch(kSlotItem, uint64_t(at[10])));
     offsets = reinterpret_cast<int64_t*>(memory);
     query = reinterpret_cast<Left*>(memory + at[1]);
     weights = reinterpret_cast<Left*>(memory + at[2]);
@@ -53,6 +56,7 @@ struct Room {
     sums = reinterpret_cast<float*>(memory + at[6]);
     largest = reinterpret_cast<float*>(memory + at[7]);
     total = reinterpret_cast<float*>(memory + at[8]);
+    lanes = reinterpret_cast<float*>(memory + at[9]);
   }
 };
 
@@ -100,23 +104,36 @@ inline void pack_values(const Bf16* values, const int64_t* offsets, int64_t coun
 
 #if defined(KVFERRY_MATRIX_UNIT)
 
-// As `multiply` below; `count` is of whole tiles.
-template <class Put>
-void multiply_by_unit(const Bf16* left, int64_t left_stride, int64_t rows, const uint32_t* right, int64_t count,
-                      int64_t panels, Put&& put) {
-  MatrixUnit unit;
-  alignas(64) float tile[kMatrixValues];
+// left [rows] times all panels -> out [rows][out_row]; rows, panels and `count` fill whole tiles.
+template <bool ADD>
+void multiply_by_unit(MatrixUnit& unit, const Bf16* left, int64_t left_stride, int64_t rows, const uint32_t* right,
+                      int64_t count, int64_t panels, float* out, int64_t out_row) {
   tiles_see_memory();
-  for (int64_t row = 0; row < rows; row += kMatrixRows) {
-    const int height = int(std::min<int64_t>(kMatrixRows, rows - row));
-    for (int64_t panel = 0; panel < panels;) {
-      const int width = panel + 2 <= panels ? 2 : 1;
-      unit.multiply(height, width, left + row * left_stride, left_stride, right + panel * count * kPanel, count * kPanel,
-                    count, tile);
-      for (int r = 0; r < height; r++) put(tile + r * width * kPanel, row + r, panel * kPanel, width * kPanel);
-      panel += width;
-    }
+  for (int64_t panel = 0; panel < panels; panel += 2)
+    for (int64_t row = 0; row < rows; row += kMatrixRows)
+      unit.multiply_into<ADD>(kMatrixRows, left + row * left_stride, left_stride, right + panel * count * kPanel,
+                              count * kPanel, count, out + row * out_row + panel * kPanel, out_row);
+  tiles_see_memory();
+}
+
+// As `take_keys`. Every row takes the same way through the unit, however many there are; what is behind the last row
+// is computed and forgotten.
+void take_keys_by_unit(const Attention<Bf16>& a, Room<Bf16>& room, int64_t from, int64_t count, int64_t position) {
+  const int64_t width = round_up(count, 2 * kMatrixPairs), rows = round_up(room.rows, kMatrixRows), group = a.group();
+  MatrixUnit unit;
+  pack_keys(a.keys, room.offsets, count, a.size, room.keys);
+  multiply_by_unit<false>(unit, room.query, a.size, rows, room.keys, units<Bf16>(a.size), width / kPanel, room.scores,
+                          kKeys);
+  for (int64_t row = 0; row < room.rows; row++) {
+    const int64_t own = position + row / group;
+    weigh_row(room.scores + row * kKeys, room.weights + row * kKeys,
+              std::clamp<int64_t>(a.first_visible(own) - from, 0, count), std::clamp<int64_t>(own + 1 - from, 0, count),
+              width, a.scale * kLog2E,
+              {room.largest + row, room.lanes + row * kPanel, room.sums + row * room.padded, room.padded});
   }
+  pack_values(a.values, room.offsets, count, a.size, width / 2, room.values);
+  multiply_by_unit<true>(unit, room.weights, kKeys, rows, room.values, width / 2, room.padded / kPanel, room.sums,
+                         room.padded);
 }
 
 #endif
@@ -124,11 +141,7 @@ void multiply_by_unit(const Bf16* left, int64_t left_stride, int64_t rows, const
 // left [rows] times all panels; put(tile values, row, first column, columns) takes each result.
 template <class T, class Put>
 void multiply(const typename Sides<T>::Left* left, int64_t left_stride, int64_t rows,
-              const typename Sides<T>::Right* right, int64_t count, int64_t panels, bool by_unit, Put&& put) {
-#if defined(KVFERRY_MATRIX_UNIT)
-  if constexpr (std::is_same_v<T, Bf16>)
-    if (by_unit) return multiply_by_unit(left, left_stride, rows, right, count, panels, put);
-#endif
+              const typename Sides<T>::Right* right, int64_t count, int64_t panels, Put&& put) {
   const int64_t tiles = (rows + tile_rows<T>() - 1) / tile_rows<T>(), panel_units = count * kPanel;
   alignas(64) float tile[kTileValues];
   for (int64_t t = 0, row = 0; t < tiles; t++) {
@@ -183,6 +196,7 @@ void begin(const Attention<T>& a, Room<T>& room, const T* query) {
   }
   std::fill(room.sums, room.sums + room.rows * room.padded, 0.0f);
   std::fill(room.total, room.total + room.rows, 0.0f);
+  std::fill(room.lanes, room.lanes + room.rows * kPanel, 0.0f);
   std::fill(room.largest, room.largest + room.rows, -INFINITY);
 }
 
@@ -199,11 +213,9 @@ void end(const Attention<T>& a, const Room<T>& room, T* out) {
 // Keys [from, from + count) for all rows; row 0 is at `position`.
 template <class T>
 void take_keys(const Attention<T>& a, Room<T>& room, int64_t from, int64_t count, int64_t position) {
-  const bool by_unit = fits_unit(a);
-  const int64_t value_units = by_unit ? round_up(units<T>(count), kMatrixPairs) : units<T>(count);
-  const int64_t width = round_up(count, by_unit ? 2 * kMatrixPairs : kPanel), group = a.group();
+  const int64_t value_units = units<T>(count), width = round_up(count, kPanel), group = a.group();
   pack_keys(a.keys, room.offsets, count, a.size, room.keys);
-  multiply<T>(room.query, a.size, room.rows, room.keys, units<T>(a.size), round_up(count, kPanel) / kPanel, by_unit,
+  multiply<T>(room.query, a.size, room.rows, room.keys, units<T>(a.size), width / kPanel,
               [&](const float* tile, int64_t row, int64_t column, int64_t columns) {
                 std::memcpy(room.scores + row * kKeys + column, tile, columns * sizeof(float));
               });
@@ -213,7 +225,7 @@ void take_keys(const Attention<T>& a, Room<T>& room, int64_t from, int64_t count
           std::clamp<int64_t>(own + 1 - from, 0, count), width, a.scale);
   }
   pack_values(a.values, room.offsets, count, a.size, value_units, room.values);
-  multiply<T>(room.weights, kKeys, room.rows, room.values, value_units, room.padded / kPanel, by_unit,
+  multiply<T>(room.weights, kKeys, room.rows, room.values, value_units, room.padded / kPanel,
               [&](const float* tile, int64_t row, int64_t column, int64_t columns) {
                 float* sums = room.sums + row * room.padded + column;
                 for (int64_t d = 0; d < columns; d += kLanes)
@@ -228,14 +240,24 @@ void attend_rows(const Attention<T>& a, int64_t sequence, int64_t head, int64_t 
   const int64_t start = a.batch.starts[sequence], tokens = a.batch.starts[sequence + 1] - start;
   const int64_t position = a.batch.lengths[sequence] - tokens + first, last = position + end_token - first;
   Room<T> room((end_token - first) * a.group(), a.size);
+  const bool by_unit = fits_unit(a);
   begin(a, room, a.query + (start + first) * a.query_stride + head * a.group() * a.size);
   // A head's size that is no multiple of a panel leaves the last one half empty.
   if (a.size % kPanel) std::fill(room.values, room.values + kKeys * room.padded, typename Sides<T>::Right(0));
   for (int64_t from = a.first_visible(position) / kKeys * kKeys; from < last; from += kKeys) {
     const int64_t count = std::min(kKeys, last - from);
     find_offsets(a, sequence, head, from, count, room.offsets);
+#if defined(KVFERRY_MATRIX_UNIT)
+    if constexpr (std::is_same_v<T, Bf16>)
+      if (by_unit) {
+        take_keys_by_unit(a, room, from, count, position);
+        continue;
+      }
+#endif
     take_keys(a, room, from, count, position);
   }
+  if (by_unit)
+    for (int64_t row = 0; row < room.rows; row++) room.total[row] = sum_lanes<16>(load<16>(room.lanes + row * kPanel));
   end(a, room, a.out + ((start + first) * a.heads + head * a.group()) * a.size);
 }
 

@@ -64,21 +64,12 @@ class MatrixUnit {
   void multiply(int rows, int panels, const Bf16* left, int64_t left_stride, const uint32_t* right,
                 int64_t right_stride, int64_t count, float* out) {
     if (rows != rows_) shape(rows);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear();
     const int64_t stride = left_stride * int64_t(sizeof(Bf16)), out_stride = panels * kPanel * int64_t(sizeof(float));
     if (rows > 16) {
       if (panels == 1) tall<1>(left, stride, right, right_stride, count);
       else tall<2>(left, stride, right, right_stride, count);
-      float* lower = out + 16 * panels * kPanel;
-      _tile_stored(0, out, out_stride);
-      _tile_stored(2, lower, out_stride);
-      if (panels == 1) return;
-      _tile_stored(1, out + kPanel, out_stride);
-      _tile_stored(3, lower + kPanel, out_stride);
-      return;
+      return put_tall(panels, out, out_stride);
     }
     if (panels == 1) flat<1>(left, stride, right, right_stride, count);
     else if (panels == 2) flat<2>(left, stride, right, right_stride, count);
@@ -91,7 +82,41 @@ class MatrixUnit {
     _tile_stored(3, out + 3 * kPanel, out_stride);
   }
 
+  // The same for 17 to 32 rows and two panels, where the result lies: written, or with `add` added to what is there.
+  template <bool ADD>
+  void multiply_into(int rows, const Bf16* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
+                     int64_t count, float* out, int64_t out_row) {
+    if (rows != rows_) shape(rows);
+    const int64_t out_stride = out_row * int64_t(sizeof(float));
+    if constexpr (ADD) {
+      _tile_loadd(0, out, out_stride);
+      _tile_loadd(1, out + kPanel, out_stride);
+      _tile_loadd(2, out + 16 * out_row, out_stride);
+      _tile_loadd(3, out + 16 * out_row + kPanel, out_stride);
+    } else {
+      clear();
+    }
+    tall<2>(left, left_stride * int64_t(sizeof(Bf16)), right, right_stride, count);
+    put_tall(2, out, out_stride);
+  }
+
  private:
+  static void clear() {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+
+  static void put_tall(int panels, float* out, int64_t out_stride) {
+    float* lower = out + 16 * (out_stride / int64_t(sizeof(float)));
+    _tile_stored(0, out, out_stride);
+    _tile_stored(2, lower, out_stride);
+    if (panels == 1) return;
+    _tile_stored(1, out + kPanel, out_stride);
+    _tile_stored(3, lower + kPanel, out_stride);
+  }
+
   void shape(int rows) {
     const bool tall = rows > 16;
     const int upper = tall ? 16 : rows, lower = tall ? rows - 16 : rows;
