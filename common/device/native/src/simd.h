@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace kvferry {
 
 #if defined(__AVX512F__)
@@ -64,9 +68,17 @@ static inline void store(float* p, F<L> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// Rounds to the nearest, ties to even; a not-a-number stays one.
+// Rounds to the nearest, ties to even; a not-a-number stays one. Where the matrix unit is, which takes what is smaller
+// than a normal number for zero, so does the CPU's own instruction for this.
 template <int L>
 static inline void store(Bf16* p, F<L> v) {
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+  if constexpr (L == 16) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(p, &rounded, sizeof rounded);
+    return;
+  }
+#endif
   const U<L> u = (U<L>)v;
   const U<L> rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const U<L> kept = v == v ? rounded : (u >> 16) | 0x40u;
@@ -126,6 +138,13 @@ static inline F<L> exp_of(F<L> x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
+#if defined(__AMX_BF16__) && defined(__AVX512F__)
+  if constexpr (L == 16) {  // the same bits by one instruction; results that are no normal numbers never come to it
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+    const F<L> y = (F<L>)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
+    return x > high ? splat<L>(INFINITY) : y;
+  }
+#endif
   // 2^n in two halves, so that the largest n does not overflow on its own.
   const typename Simd<L>::I whole = (typename Simd<L>::I)shifted - (typename Simd<L>::I)shifter;
   const typename Simd<L>::I half = whole >> 1;

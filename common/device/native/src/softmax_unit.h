@@ -43,21 +43,19 @@ static inline void scale_row(const RowState& row, float kept) {
     _mm512_storeu_ps(row.sums + d, _mm512_mul_ps(_mm512_loadu_ps(row.sums + d), factor));
 }
 
-// Sixteen scores from j on; minus infinity for those outside of [from, to).
+// Sixteen scores from j on; minus infinity for those outside of [from, to), of which there are none with `ALL`.
+template <bool ALL>
 static inline __m512 seen_scores(const float* scores, int64_t j, int64_t from, int64_t to) {
+  if constexpr (ALL) return _mm512_loadu_ps(scores + j);
   const auto below = [j](int64_t end) { return (uint32_t(1) << std::clamp<int64_t>(end - j, 0, kPanel)) - 1; };
   return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), __mmask16(below(to) & ~below(from)), scores + j);
 }
 
-// scores [width] of which [from, to) are seen -> weights [width]; width: a multiple of 32. `scale` has log2(e) in it.
-static inline void weigh_row(const float* scores, Bf16* weights, int64_t from, int64_t to, int64_t width, float scale,
-                             const RowState& row) {
-  if (from >= to) {
-    std::memset(static_cast<void*>(weights), 0, uint64_t(width) * sizeof(Bf16));
-    return;
-  }
-  __m512 most = seen_scores(scores, 0, from, to);
-  for (int64_t j = kPanel; j < width; j += kPanel) most = _mm512_max_ps(most, seen_scores(scores, j, from, to));
+template <bool ALL>
+static inline void weigh_seen(const float* scores, Bf16* weights, int64_t from, int64_t to, int64_t width, float scale,
+                              const RowState& row) {
+  __m512 most = seen_scores<ALL>(scores, 0, from, to);
+  for (int64_t j = kPanel; j < width; j += kPanel) most = _mm512_max_ps(most, seen_scores<ALL>(scores, j, from, to));
   const float before = *row.largest, largest = std::max(before, _mm512_reduce_max_ps(most) * scale);
   if (largest != before) {
     scale_row(row, _mm512_cvtss_f32(exp2_of(_mm512_set1_ps(before - largest))));
@@ -66,12 +64,20 @@ static inline void weigh_row(const float* scores, Bf16* weights, int64_t from, i
   const __m512 factor = _mm512_set1_ps(scale), shift = _mm512_set1_ps(largest);
   __m512 sum = _mm512_loadu_ps(row.total);
   for (int64_t j = 0; j < width; j += kPanel) {
-    const __m512 weight = exp2_of(_mm512_fmsub_ps(seen_scores(scores, j, from, to), factor, shift));
+    const __m512 weight = exp2_of(_mm512_fmsub_ps(seen_scores<ALL>(scores, j, from, to), factor, shift));
     sum = _mm512_add_ps(sum, weight);
     const __m256bh rounded = _mm512_cvtneps_pbh(weight);
     std::memcpy(static_cast<void*>(weights + j), &rounded, sizeof rounded);
   }
   _mm512_storeu_ps(row.total, sum);
+}
+
+// scores [width] of which [from, to) are seen -> weights [width]; width: a multiple of 32. `scale` has log2(e) in it.
+static inline void weigh_row(const float* scores, Bf16* weights, int64_t from, int64_t to, int64_t width, float scale,
+                             const RowState& row) {
+  if (from >= to) std::memset(static_cast<void*>(weights), 0, uint64_t(width) * sizeof(Bf16));
+  else if (from == 0 && to == width) weigh_seen<true>(scores, weights, from, to, width, scale, row);
+  else weigh_seen<false>(scores, weights, from, to, width, scale, row);
 }
 
 #endif
