@@ -30,6 +30,8 @@ _POLL_S = 0.05
 _MAGIC = b"kvferry-packed-1"
 _FOOTER_BYTES = len(_MAGIC) + 8
 _CHUNK_BYTES = 1 << 24
+MAP_BYTES = 1 << 26
+"""A new file grows by this much at least."""
 
 
 class PackedStore:
@@ -123,7 +125,7 @@ class _Mapped:
 
 
 class _NewFile:
-    """A file that is being written, by mapping each part of it. Nobody sees it before `finish`."""
+    """A file that is being written, by mapping it piece by piece. Nobody sees it before `finish`."""
 
     def __init__(self, file: IO[bytes], target: Path) -> None:
         self._file: IO[bytes] | None = file
@@ -131,7 +133,9 @@ class _NewFile:
         self._target = target
         self._end = 0
         self._index: dict[str, tuple[int, int]] = {}
-        self._parts: list[tuple[mmap.mmap, Tensor]] = []
+        self._maps: list[mmap.mmap] = []
+        self._room = torch.empty(0, dtype=torch.uint8)
+        """What is left of the last mapping."""
 
     @classmethod
     def create(cls, target: Path) -> "_NewFile | None":
@@ -143,15 +147,20 @@ class _NewFile:
 
     def add(self, name: str, num_bytes: int) -> Tensor:
         """OSError when there is no room: that is found out now, not by a signal when the memory is written."""
-        assert self._file is not None
         start = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        os.posix_fallocate(self._file.fileno(), start, num_bytes)
-        part = mmap.mmap(self._file.fileno(), num_bytes, access=mmap.ACCESS_WRITE, offset=start)
-        memory = torch.frombuffer(part, dtype=torch.uint8)
-        self._parts.append((part, memory))
+        room = self._room[start - self._end :]
+        if len(room) < num_bytes:
+            room = self._map(start, max(num_bytes, MAP_BYTES))
         self._index[name] = start, num_bytes
-        self._end = start + num_bytes
-        return memory
+        self._end, self._room = start + num_bytes, room[num_bytes:]
+        return room[:num_bytes]
+
+    def _map(self, start: int, num_bytes: int) -> Tensor:
+        """Python keeps a descriptor for each mapping, so one serves for many parts."""
+        assert self._file is not None
+        os.posix_fallocate(self._file.fileno(), start, num_bytes)
+        self._maps.append(mmap.mmap(self._file.fileno(), num_bytes, access=mmap.ACCESS_WRITE, offset=start))
+        return torch.frombuffer(self._maps[-1], dtype=torch.uint8)
 
     def finish(self) -> None:
         """Everything is filled: write the index, and give the file its name once all of it is on the disk.
@@ -160,8 +169,9 @@ class _NewFile:
         """
         if self._file is None or not self._index:
             return
-        for part, _ in self._parts:
+        for part in self._maps:
             part.flush()
+        os.ftruncate(self._file.fileno(), self._end)
         with mmap.mmap(self._file.fileno(), self._end, access=mmap.ACCESS_COPY) as pages:
             memory = torch.frombuffer(pages, dtype=torch.uint8)
             head = json.dumps({"crc32": _checksum(memory, self._end), "index": self._index}).encode()

@@ -20,6 +20,7 @@ from common.models.weights import Part
 from common.models.weights_hf import HfWeights
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import make_checkpoint, random_prompt
+from tests.support.transport import num_fds
 
 PATTERN = torch.arange(10_000, dtype=torch.int64).remainder(251).to(torch.uint8)
 
@@ -100,10 +101,21 @@ def test_a_full_disk_is_noticed_before_the_memory_is_used(path: Path, monkeypatc
         real(fd, start, count)
 
     monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(packed_store, "MAP_BYTES", 1)
     memories = fill(path, ("a", "b", "c"))
     assert len(calls) == 2
     assert all(torch.equal(memory, PATTERN) for memory in memories)
     assert {file.name for file in path.parent.iterdir()} == {"x.lock"}
+
+
+def test_many_parts_cost_one_descriptor(path: Path) -> None:
+    before = num_fds()
+    first = fill(path, tuple(f"part {number}" for number in range(40)))
+    assert num_fds() <= before + 1
+    assert path.stat().st_size < 41 * 12_288
+    second = fill(path, tuple(f"part {number}" for number in range(40)))
+    assert all(filled())
+    assert all(torch.equal(memory, PATTERN) for memory in (*first, *second))
 
 
 def test_nothing_is_kept_of_nothing(path: Path) -> None:
