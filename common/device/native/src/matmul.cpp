@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kBlockBytes = 192 << 10;  // rows that stay in a core's second-level cache beside a panel
 constexpr int64_t kMinBlockRows = 48, kMaxBlockRows = 192;
+constexpr int64_t kUnitBlockBytes = 800 << 10, kUnitBlockRows = 256;  // of the matrix unit, whose cores have 2 MiB
 constexpr int kPiecesPerThread = 6;  // so that a thread that is held up leaves little to wait for
 constexpr int64_t kWidenRows = 16;
 constexpr int64_t kMinPieceWork = 1 << 15;  // multiply-adds; less is not worth handing over
@@ -186,8 +187,9 @@ void multiply(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, 
   job.rows = rows;
   const bool by_unit = std::is_same_v<K, Bf16> && has_matrix_unit();
   const int64_t height = by_unit ? kMatrixRows : tile_rows<K>();
-  const int64_t fitting = kBlockBytes / int64_t(weight.in * sizeof(typename Sides<K>::Left));
-  job.block_rows = std::clamp(fitting, kMinBlockRows, kMaxBlockRows) / height * height;
+  const int64_t bytes = by_unit ? kUnitBlockBytes : kBlockBytes, most_rows = by_unit ? kUnitBlockRows : kMaxBlockRows;
+  const int64_t fitting = bytes / int64_t(weight.in * sizeof(typename Sides<K>::Left));
+  job.block_rows = std::clamp(fitting, kMinBlockRows, most_rows) / height * height;
   job.weight = &weight;
   job.out = out;
   job.out_stride = out_stride;
