@@ -82,24 +82,57 @@ void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Righ
 
 #if defined(KVFERRY_MATRIX_UNIT)
 
+// A tile of results whose rows are put where they belong while the unit makes the next one.
+class LateTile {
+ public:
+  explicit LateTile(const Job<Bf16, Bf16>& job) : job_(job) {}
+
+  // Where the next tile goes: not where the rows lie that are still to be put.
+  float* room() { return tiles_[own_ ^ 1]; }
+
+  void put(int rows) {
+    const int until = std::min(done_ + rows, rows_);
+    put_tile(job_, tiles_[own_] + done_ * panels_ * kPanel, until - done_, panels_, row_ + done_, panel_);
+    done_ = until;
+  }
+
+  // What lies in `room()` now is the tile; the one before is put as far as it was not.
+  void follow(int rows, int panels, int64_t row, int64_t panel) {
+    put(rows_);
+    own_ ^= 1;
+    done_ = 0;
+    rows_ = rows;
+    panels_ = panels;
+    row_ = row;
+    panel_ = panel;
+  }
+
+ private:
+  const Job<Bf16, Bf16>& job_;
+  int own_ = 0, done_ = 0, rows_ = 0, panels_ = 0;
+  int64_t row_ = 0, panel_ = 0;
+  alignas(64) float tiles_[2][kMatrixValues];
+};
+
 // A run of panels in which the rows of one block pass through the matrix unit.
 void run_matrix_unit(const Job<Bf16, Bf16>& job, int64_t first_row, int64_t rows, int64_t first_panel,
                      int64_t end_panel) {
   const int64_t count = packed_units<Bf16>(job.weight->in), panel_units = count * kPanel;
   const auto* right = static_cast<const uint32_t*>(job.weight->panels);
-  const int together = rows <= 16 ? 4 : 2;
+  const int together = rows <= 16 ? 4 : 2, share = int((kMatrixRows * kMatrixPairs + count - 1) / count);
   MatrixUnit unit;
-  alignas(64) float tile[kMatrixValues];
+  LateTile late(job);
   for (int64_t panel = first_panel; panel < end_panel;) {
     const int panels = panel + together <= end_panel ? together : 1;
     for (int64_t row = first_row; row < first_row + rows; row += kMatrixRows) {
       const int height = int(std::min<int64_t>(kMatrixRows, first_row + rows - row));
       unit.multiply(height, panels, job.x.values + row * job.x.stride, job.x.stride, right + panel * panel_units,
-                    panel_units, count, tile);
-      put_tile(job, tile, height, panels, row, panel);
+                    panel_units, count, late.room(), [&] { late.put(share); });
+      late.follow(height, panels, row, panel);
     }
     panel += panels;
   }
+  late.put(kMatrixRows);
 }
 
 #endif

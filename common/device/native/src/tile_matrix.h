@@ -60,20 +60,22 @@ class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
 
-  // As `tile`: left [rows], right [panels] (1, 2 or, of up to 16 rows, 4) -> out [rows][panels * 16].
+  // As `tile`: left [rows], right [panels] (1, 2 or, of up to 16 rows, 4) -> out [rows][panels * 16]. `between` is
+  // called for each 16 pairs of k: what it does the CPU does while the unit multiplies.
+  template <class Between>
   void multiply(int rows, int panels, const Bf16* left, int64_t left_stride, const uint32_t* right,
-                int64_t right_stride, int64_t count, float* out) {
+                int64_t right_stride, int64_t count, float* out, Between&& between) {
     if (rows != rows_) shape(rows);
     clear();
     const int64_t stride = left_stride * int64_t(sizeof(Bf16)), out_stride = panels * kPanel * int64_t(sizeof(float));
     if (rows > 16) {
-      if (panels == 1) tall<1>(left, stride, right, right_stride, count);
-      else tall<2>(left, stride, right, right_stride, count);
+      if (panels == 1) tall<1>(left, stride, right, right_stride, count, between);
+      else tall<2>(left, stride, right, right_stride, count, between);
       return put_tall(panels, out, out_stride);
     }
-    if (panels == 1) flat<1>(left, stride, right, right_stride, count);
-    else if (panels == 2) flat<2>(left, stride, right, right_stride, count);
-    else flat<4>(left, stride, right, right_stride, count);
+    if (panels == 1) flat<1>(left, stride, right, right_stride, count, between);
+    else if (panels == 2) flat<2>(left, stride, right, right_stride, count, between);
+    else flat<4>(left, stride, right, right_stride, count, between);
     _tile_stored(0, out, out_stride);
     if (panels == 1) return;
     _tile_stored(1, out + kPanel, out_stride);
@@ -96,7 +98,7 @@ class MatrixUnit {
     } else {
       clear();
     }
-    tall<2>(left, left_stride * int64_t(sizeof(Bf16)), right, right_stride, count);
+    tall<2>(left, left_stride * int64_t(sizeof(Bf16)), right, right_stride, count, [] {});
     put_tall(2, out, out_stride);
   }
 
@@ -124,8 +126,9 @@ class MatrixUnit {
     rows_ = rows;
   }
 
-  template <int PANELS>
-  static void flat(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count) {
+  template <int PANELS, class Between>
+  static void flat(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count,
+                   Between&& between) {
     for (int64_t k = 0; k < count; k += kMatrixPairs) {
       const uint32_t* at = right + k * kPanel;
       _tile_loadd(4, left + 2 * k, stride);
@@ -141,11 +144,13 @@ class MatrixUnit {
         _tile_loadd(7, at + 3 * right_stride, 64);
         _tile_dpbf16ps(3, 4, 7);
       }
+      between();
     }
   }
 
-  template <int PANELS>
-  static void tall(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count) {
+  template <int PANELS, class Between>
+  static void tall(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count,
+                   Between&& between) {
     const Bf16* lower = left + 8 * stride;
     for (int64_t k = 0; k < count; k += kMatrixPairs) {
       const uint32_t* at = right + k * kPanel;
@@ -159,6 +164,7 @@ class MatrixUnit {
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
       }
+      between();
     }
   }
 
