@@ -1,18 +1,19 @@
 """Log lines: for people or as JSON objects, each with time, level, process and, where there is one, the request id.
 
 Sets up the standard logging module and nothing else; every process calls `setup_logging` once, itself. Prompts and
-generated tokens are never logged above debug.
+generated tokens are never logged above debug. Nobody waits for whoever reads the lines: while nobody does, they are
+dropped and counted.
 """
 
 import logging
-import sys
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 
 from common.config.schema import LogConfig
+from common.line_writer import STDERR_FD, LineWriter
 
 ACCESS_LOGGER = "kvferry.access"
 """One record per HTTP request; silent when log.access_log is false."""
@@ -89,20 +90,43 @@ class JsonFormatter(logging.Formatter):
         return orjson.dumps(fields, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
 
 
-def make_handler(config: LogConfig, process: str, stream: TextIO | None = None) -> logging.Handler:
-    """A handler that writes to `stream` (stderr) in the configured form."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+class LineHandler(logging.Handler):
+    """Writes records to a descriptor as far as somebody reads there; says how many were dropped when it goes on."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._lines = LineWriter(fd)
+        self._num_dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it, or drop it."""
+        try:
+            if self._num_dropped and self._lines.write(self.format(self._lost())):
+                self._num_dropped = 0
+            if not self._lines.write(self.format(record)):
+                self._num_dropped += 1
+        except Exception:  # noqa: BLE001  as the standard handlers: a record that cannot be formatted ends nothing
+            self.handleError(record)
+
+    def _lost(self) -> logging.LogRecord:
+        said = f"lines that were dropped since nobody read them: {self._num_dropped}"
+        return logging.LogRecord("kvferry.log", logging.WARNING, "", 0, said, None, None)
+
+
+def make_handler(config: LogConfig, process: str, fd: int = STDERR_FD) -> logging.Handler:
+    """A handler that writes to `fd` in the configured form."""
+    handler = LineHandler(fd)
     handler.setFormatter(JsonFormatter(process) if config.format == "json" else HumanFormatter(process))
     return handler
 
 
-def setup_logging(config: LogConfig, process: str, stream: TextIO | None = None) -> None:
+def setup_logging(config: LogConfig, process: str, fd: int = STDERR_FD) -> None:
     """Make this process log as configured, under the name `process` (e.g. `prefill-0`). May be called again."""
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)
         handler.close()
-    root.addHandler(make_handler(config, process, stream))
+    root.addHandler(make_handler(config, process, fd))
     root.setLevel(config.level.upper())
     access = logging.getLogger(ACCESS_LOGGER)
     access.disabled = not config.access_log

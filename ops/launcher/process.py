@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -13,9 +14,14 @@ from typing import BinaryIO
 from common import with_parent
 from ops.launcher.core import ChildPlan
 
+WriteLine = Callable[[str, str], object]
+"""Takes a child's name and one of its lines."""
+
 _WITH_PARENT = Path(with_parent.__file__)
 _READ_BYTES = 1 << 16
 _LAST_LINES_S = 1.0
+_PIPE_BYTES = 1 << 20
+"""Of lines that wait to be passed on: the most that any user may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +43,7 @@ class ChildSpec:
 class Child:
     """One life of a child. It leads a process group of its own, so a Ctrl-C in the terminal does not reach it."""
 
-    def __init__(
-        self, name: str, process: asyncio.subprocess.Process, output: BinaryIO, write_line: Callable[[str, str], None]
-    ) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, output: BinaryIO, write_line: WriteLine) -> None:
         self._name = name
         self._process = process
         self._output = output
@@ -93,13 +97,11 @@ class Child:
         self._write_line(self._name, text)
 
 
-async def start_child(spec: ChildSpec, write_line: Callable[[str, str], None]) -> Child:
+async def start_child(spec: ChildSpec, write_line: WriteLine) -> Child:
     """Start a child whose stdout and stderr go line by line to `write_line(name, line)`. OSError when it cannot be."""
     for directory in spec.fresh_dirs:
         _make_empty(directory)
-    # A pipe of our own: asyncio's would make the wait for the child a wait for all that inherited the pipe.
-    read_fd, write_fd = os.pipe()
-    output = os.fdopen(read_fd, "rb", buffering=0)
+    output, write_fd = _output_pipe()
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_WITH_PARENT), str(os.getpid()), str(int(spec.death_signal)), *spec.argv),
@@ -124,6 +126,18 @@ def prefixed(name: str, line: str) -> str:
     if line.startswith("{") or (len(words) > 2 and words[2].startswith(name)):
         return line
     return f"{name} | {line}"
+
+
+def _output_pipe() -> tuple[BinaryIO, int]:
+    """A pipe of our own: asyncio's would make the wait for the child a wait for all that inherited the pipe.
+
+    Whoever writes to it never waits: a launcher that is stopped would bring everything to a stand.
+    """
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    with contextlib.suppress(OSError):  # all pipes of this user have the most they may have
+        fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return os.fdopen(read_fd, "rb", buffering=0), write_fd
 
 
 def _make_empty(directory: Path) -> None:

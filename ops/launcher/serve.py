@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
@@ -17,6 +15,7 @@ from common.config.docs import config_as_toml
 from common.config.host import probe_host
 from common.config.keys import KeyRole
 from common.config.schema import ClusterConfig
+from common.line_writer import STDERR_FD, STDOUT_FD, LineWriter
 from common.transport.security import load_security
 from ops.launcher.cluster import cluster_children, restart_limits, router_children, serve_config
 from ops.launcher.listen import Listener, listen
@@ -82,15 +81,16 @@ def _check_keys(config: ClusterConfig, role: KeyRole) -> None:
 def _supervise(
     children: Sequence[ChildSpec], config: ClusterConfig, listener: Listener, ready_path: str, ready_line: str
 ) -> None:
+    stdout, stderr = LineWriter(STDOUT_FD), LineWriter(STDERR_FD)
     supervisor = Supervisor(
         children,
         restart_limits(config),
         MonotonicClock(),
         wait_ready=lambda: wait_until_answered(listener.url, ready_path, config.router.workers),
-        on_ready=lambda: _write(sys.stdout, ready_line),
+        on_ready=lambda: stdout.write(ready_line),
         # While this copy is open, new connections would wait for an answer that never comes.
         on_stop=listener.close,
-        write_line=_pass_on,
+        write_line=lambda name, line: stderr.write(prefixed(name, line)),
     )
     asyncio.run(supervisor.run())
 
@@ -99,14 +99,3 @@ def _write_config(config: ClusterConfig, run_dir: Path) -> Path:
     file = run_dir / _CONFIG_FILE
     file.write_text(config_as_toml(config), encoding="utf-8")
     return file
-
-
-def _pass_on(name: str, line: str) -> None:
-    _write(sys.stderr, prefixed(name, line))
-
-
-def _write(stream: TextIO, line: str) -> None:
-    # Whoever reads may leave; the cluster stays.
-    with contextlib.suppress(OSError):
-        stream.write(line + "\n")
-        stream.flush()

@@ -23,7 +23,7 @@ from ops.launcher.core import (
     TerminateChild,
     Tick,
 )
-from ops.launcher.process import Child, ChildSpec, start_child
+from ops.launcher.process import Child, ChildSpec, WriteLine, start_child
 from ops.launcher.restart_policy import RestartLimits
 
 _LOG = logging.getLogger("kvferry.launcher")
@@ -40,9 +40,9 @@ class Supervisor:
         clock: Clock,
         *,
         wait_ready: Callable[[], Awaitable[None]],
-        on_ready: Callable[[], None],
+        on_ready: Callable[[], object],
         on_stop: Callable[[], None],
-        write_line: Callable[[str, str], None],
+        write_line: WriteLine,
     ) -> None:
         self._specs = {spec.plan.name: spec for spec in specs}
         self._core = LauncherCore([spec.plan for spec in specs], limits)

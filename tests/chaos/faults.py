@@ -25,7 +25,7 @@ class Fault:
     """Since the one before."""
     kind: Kind
     target: str
-    """A node's name, `worker` (any), `router` (gunicorn itself) or `proxy`."""
+    """A node's name, `worker` (any), `router` (gunicorn itself), `proxy`, or `launcher` (what started them)."""
     other: str = ""
     lasts_s: float = 0.0
     """Until a stopped process goes on or a cut link heals."""
@@ -47,6 +47,7 @@ _WEIGHTS = {
     (Kind.KILL, "router"): 1,
     (Kind.KILL, "proxy"): 3,
     (Kind.STOP, "proxy"): 2,
+    (Kind.STOP, "launcher"): 3,
 }
 _BLIP_S, _LONG_S = (0.2, 1.4), (2.8, 6.0)
 """Shorter and longer than what it takes to be given up."""

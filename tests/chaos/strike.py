@@ -79,6 +79,8 @@ class Striker:
             if len(workers) < 2:
                 return []
             return [workers[fault.number % len(workers)]]
+        if fault.target == "launcher":
+            children["launcher"] = psutil.Process(self._served.process.pid)
         victim = children.get(fault.target)
         if victim is None or victim.pid in self._stopped:
             return []

@@ -67,7 +67,7 @@ def test_same_seed_same_faults_and_every_kind_comes() -> None:
     drawn = first(3)
     assert drawn == first(3) != first(4)
     assert {fault.kind for fault in drawn} == set(Kind)
-    assert {*NODES, "worker", "router", "proxy"} <= {fault.target for fault in drawn}
+    assert {*NODES, "worker", "router", "proxy", "launcher"} <= {fault.target for fault in drawn}
     for fault in drawn:
         assert fault.target != fault.other
         assert (fault.lasts_s > 0) == (fault.kind in (Kind.STOP, Kind.CUT, Kind.CUT_ONE_WAY)), fault

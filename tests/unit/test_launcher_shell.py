@@ -398,3 +398,27 @@ def test_no_server_is_no_answer():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert asyncio.run(status_of(f"http://127.0.0.1:{port}", "/")) == 0
+
+
+def test_a_child_does_not_wait_for_a_launcher_that_does_not_read():
+    async def story():
+        talks = """
+            import logging
+            from common.config.schema import LogConfig
+            from common.log import setup_logging
+            setup_logging(LogConfig(), "d")
+            for number in range(20_000):
+                logging.getLogger("a").info("%0100d", number)
+        """
+        ended_fd, child_fd = os.pipe()
+        ended = asyncio.Event()
+        spec = child("d", textwrap.dedent(talks).strip(), pass_fds=(child_fd,))
+        process = await start_child(spec, lambda _name, _line: None)
+        os.close(child_fd)
+        asyncio.get_running_loop().add_reader(ended_fd, ended.set)
+        await ended.wait()  # nothing is read before `wait`
+        asyncio.get_running_loop().remove_reader(ended_fd)
+        os.close(ended_fd)
+        assert (await process.wait())[0] == 0
+
+    run(story)
