@@ -11,7 +11,8 @@ from ops.cli.errors import DONE
 from ops.cli.node import set_thread_variables
 from ops.cli.numbers import positive
 
-DEFAULT_TEXT = Path(__file__).parents[1] / "docs" / "protocol.md"
+DEFAULT_TEXT = Path(__file__).parents[1] / "bench" / "perplexity.txt"
+"""Written for this, and never changed: only figures of the same text can be compared."""
 _LEAST_TOKENS = 2
 
 
@@ -26,8 +27,8 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
     )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="default: this project's page about its protocol")
-    parser.add_argument("--tokens", type=int, default=8192, metavar="N", help="of the text at most (8192)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: one that never changes, in English")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the text at most (4096)")
     parser.add_argument("--window", type=int, default=1024, metavar="W", help="tokens foretold together (1024)")
     parser.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     parser.add_argument("--json", action="store_true", help="print JSON")

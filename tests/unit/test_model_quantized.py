@@ -1,5 +1,6 @@
 """Whole models with weights in fewer bits: every kind of layer takes them, memory shrinks, accuracy is told."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from common.device.base import Device
 from common.device.quantize import WeightScheme
 from common.models.load import LoadedModel, load_model
 from ops.bench.perplexity import run_perplexity
+from ops.cli.bench_perplexity import DEFAULT_TEXT
 from ops.cli.main import main
 from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
@@ -68,6 +70,12 @@ def test_perplexity_of_a_small_model(tmp_path: Path) -> None:
     assert report.results[0].perplexity == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-3)
     for result in report.results[1:]:
         assert 0 < abs(result.over_full) < 0.2
+
+
+def test_the_text_of_perplexity_is_the_one_that_the_published_figures_are_of() -> None:
+    """Who changes it must measure the table of ops/docs/bench.md anew."""
+    digest = hashlib.sha256(DEFAULT_TEXT.read_bytes()).hexdigest()
+    assert digest == "c4f3b3a0718acddd7912a57a8ec54a1417ca8e47a05e68cf93ab06dc14c9e482"
 
 
 def test_perplexity_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
