@@ -48,14 +48,14 @@ class Planner:
             self._table.move(seq, Status.COMPUTING)
 
     def _give_to_prompts(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
-        """The rest of the budget: prompts under way by class, then age; a waiting one starts before those of a worse
-        class. The head of the queue that cannot start stops the queue: what is behind it must not take its blocks."""
-        running = sorted(self._table.members(Status.COMPUTING).values(), key=lambda seq: self._class_and_age(seq, now))
+        """The rest of the budget: prompts by class, then turn, whether under way or waiting. The head of the queue that
+        cannot start stops the queue: what is behind it must not take its blocks."""
+        running = sorted(self._table.members(Status.COMPUTING).values(), key=lambda seq: self._turn(seq, now))
         chunk = self._config.max_chunk_tokens or self._config.max_step_tokens
         turn = 0
         head = self._head(now)
         while batch.budget_tokens > 0:
-            if head is not None and (turn == len(running) or self._class(head, now) < self._class(running[turn], now)):
+            if head is not None and (turn == len(running) or self._turn(head, now) < self._turn(running[turn], now)):
                 started = self._try_start(head, may_start, events)
                 if head.status is Status.COMPUTING:
                     running.insert(turn, head)
@@ -72,11 +72,8 @@ class Planner:
         seq_id = self._queue.peek(now)
         return None if seq_id is None else self._table.get(seq_id)
 
-    def _class(self, seq: Sequence, now: float) -> int:
-        return effective_class(seq.spec.priority, seq.spec.accepted_at, now, self._config.aging_s)
-
-    def _class_and_age(self, seq: Sequence, now: float) -> tuple[int, float, int]:
-        return self._class(seq, now), seq.spec.accepted_at, seq.seq_id
+    def _turn(self, seq: Sequence, now: float) -> tuple[int, float, int]:
+        return effective_class(seq.spec.priority, seq.turn_at, now, self._config.aging_s), seq.turn_at, seq.seq_id
 
     def _try_start(self, seq: Sequence, may_start: MayStart, events: list[SchedulerEvent]) -> bool:
         if not may_start(seq.spec):

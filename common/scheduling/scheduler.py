@@ -12,8 +12,8 @@ The life of a sequence here:
 
 Blocks of an ended sequence are freed when no step in flight names it and nobody has it pinned: the engine may still
 write them, a transport may still read them. The parts: `sequence_table` (who is where), `admission` (who may have
-blocks), `planner` and `batch` (what runs), `room` and `preemption` (who gets the last blocks), `swapping` (to the host
-and back), `results` (what came out).
+blocks), `planner`, `pace` and `batch` (what runs), `room` and `preemption` (who gets the last blocks), `swapping` (to
+the host and back), `results` (what came out).
 """
 
 from collections import Counter, deque
@@ -27,6 +27,7 @@ from common.protocol.messages import Load
 from common.scheduling.admission import AWAY, Admission
 from common.scheduling.batch import Batch
 from common.scheduling.events import SchedulerEvent
+from common.scheduling.pace import Pace
 from common.scheduling.planner import MayStart, Planner
 from common.scheduling.results import Results, check_result
 from common.scheduling.room import Room
@@ -77,6 +78,7 @@ class Scheduler:
         self._room = Room(config, pool, self._table, self._swapping)
         self._planner = Planner(config, self._table, self._queue, self._admission, self._room)
         self._results = Results(config, pool, self._table, self._swapping)
+        self._pace = Pace()
         self._in_flight: deque[StepPlan] = deque()
         self._num_steps = 0
         self._events: list[SchedulerEvent] = []
@@ -87,7 +89,7 @@ class Scheduler:
     def add(self, spec: SequenceSpec, now: float) -> int:
         """Queue a sequence; returns its seq_id. RequestInvalidError: it could never run here, or breaks a rule."""
         self._admission.check(spec)
-        return self._enqueue(self._table.create(spec, Status.WAITING))
+        return self._enqueue(self._create_waiting(spec))
 
     def take_over(self, old_seq_id: int, spec: SequenceSpec, now: float) -> int:
         """Like `add`, with the blocks of an earlier attempt, which ends by it.
@@ -99,7 +101,7 @@ class Scheduler:
         old = self._table.get(old_seq_id)
         if old.status is Status.ENDED:
             raise InvariantError(f"sequence {old_seq_id} has ended: its blocks cannot be taken over")
-        seq = self._table.create(spec, Status.WAITING)
+        seq = self._create_waiting(spec)
         num_cached = self._admission.inherit(old, seq)
         self.abort(old_seq_id)
         if num_cached is None:
@@ -200,7 +202,9 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].step_id != result.step_id:
             raise InvariantError(f"result of step {result.step_id}, which is not the oldest in flight")
         check_result(self._in_flight[0], result)
-        return self._results.apply(self._in_flight.popleft(), result)
+        plan = self._in_flight.popleft()
+        self._pace.seen(plan, result.duration_s)
+        return self._results.apply(plan, result)
 
     # --- numbers ---
 
@@ -279,8 +283,13 @@ class Scheduler:
 
     # --- inside ---
 
+    def _create_waiting(self, spec: SequenceSpec) -> Sequence:
+        seq = self._table.create(spec, Status.WAITING)
+        seq.turn_at = self._pace.turn_at(spec.accepted_at, spec.num_known)
+        return seq
+
     def _enqueue(self, seq: Sequence) -> int:
-        self._queue.push(seq.seq_id, seq.spec.priority, seq.spec.accepted_at, seq.spec.num_known)
+        self._queue.push(seq.seq_id, seq.spec.priority, seq.turn_at, seq.spec.num_known)
         return seq.seq_id
 
     def _seal(self, batch: Batch) -> StepPlan | None:

@@ -105,6 +105,8 @@ class Sequence:
     status: Status
     token_ids: "array[int]"
     """Prompt and output, typecode 'I'; its own copy, grows with every token drawn."""
+    turn_at: float = 0.0
+    """What its turn among waiting and computing ones goes by, within its class: see `pace`."""
     num_computed_tokens: int = 0
     """Positions below it have KV."""
     num_scheduled_tokens: int = 0

@@ -1,7 +1,7 @@
-"""The queue of sequences without blocks: priority class with ageing, then age. Pure; knows keys, not sequences.
+"""The queue of sequences without blocks: priority class with ageing, then turn. Pure; knows keys, not sequences.
 
 The effective class is priority - floor(waited / aging_s). It has no lower end, so whoever waits overtakes in the end
-whatever comes later: a class 5 entry stands before any class 1 entry accepted 4 * aging_s after it.
+whatever comes later: a class 5 entry stands before any class 1 entry whose turn is 4 * aging_s after its own.
 """
 
 from heapq import heapify, heappop, heappush
@@ -14,22 +14,22 @@ COMPACT_AT = 64
 
 
 class _Entry(NamedTuple):
-    accepted_at: float
+    turn_at: float
     order: int
     """Number of the push: first come first served among equals, and tells a key's earlier life apart."""
     key: int
 
 
-def effective_class(priority: int, accepted_at: float, now: float, aging_s: float) -> int:
-    """Smaller is better. A time of acceptance in the future counts as now."""
-    return priority - int(max(0.0, now - accepted_at) // aging_s)
+def effective_class(priority: int, since: float, now: float, aging_s: float) -> int:
+    """Smaller is better. `since`: the time of acceptance, or the turn; one in the future counts as now."""
+    return priority - int(max(0.0, now - since) // aging_s)
 
 
 class WaitingQueue:
-    """Entries by (effective class, time of acceptance, order of arrival). push and pop are O(log n), peek O(1).
+    """Entries by (effective class, turn, order of arrival). push and pop are O(log n), peek O(1).
 
-    Within one priority the oldest is always the best, at any time; so one heap per priority, and the heads compared
-    at the time of asking, are enough. Removed entries stay in their heap until they surface or are swept out.
+    Within one priority the earliest turn is always the best, at any time; so one heap per priority, and the heads
+    compared at the time of asking, are enough. Removed entries stay in their heap until they surface or are swept out.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -50,12 +50,12 @@ class WaitingQueue:
         """Sum over all entries."""
         return self._total_tokens
 
-    def push(self, key: int, priority: int, accepted_at: float, num_tokens: int) -> None:
-        """Add an entry. accepted_at and `now` elsewhere are seconds of the same clock."""
+    def push(self, key: int, priority: int, turn_at: float, num_tokens: int) -> None:
+        """Add an entry. turn_at and `now` elsewhere are seconds of the same clock."""
         if key in self._live or priority not in self._heaps:
             raise InvariantError(f"waiting queue: key {key} with priority {priority}: known already, or no priority")
         self._num_pushed += 1
-        entry = _Entry(accepted_at, self._num_pushed, key)
+        entry = _Entry(turn_at, self._num_pushed, key)
         heappush(self._heaps[priority], entry)
         self._live[key] = (entry, priority, num_tokens)
         self._total_tokens += num_tokens
@@ -68,7 +68,7 @@ class WaitingQueue:
                 heappop(heap)
             if heap:
                 entry = heap[0]
-                rank = (effective_class(priority, entry.accepted_at, now, self._aging_s), *entry)
+                rank = (effective_class(priority, entry.turn_at, now, self._aging_s), *entry)
                 best = rank if best is None or rank < best else best
         return None if best is None else best[-1]
 

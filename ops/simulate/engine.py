@@ -181,4 +181,4 @@ class SimEngine:
                 else:
                     digest = running.digests[part.seed_position - 1]
                     sampled[part.seq_id] = draw(digest, running.sampling.seed, part.seed_position)
-        return StepResult(plan.step_id, sampled, failed)
+        return StepResult(plan.step_id, sampled, failed, self.slowness * self.costs.step_duration_s(plan))

@@ -132,11 +132,14 @@ class FakeNode:
         num_blocks: int = 64,
         block_size: int = 4,
         num_host_blocks: int = 0,
+        step_s: float = 0.0,
     ) -> None:
+        """step_s: how long each step says that it took."""
         self.pool = BlockPool(num_blocks, block_size, "fake")
         self.host = HostPool(num_host_blocks)
         self.scheduler = Scheduler(config or SchedulerConfig(max_running=16), self.pool, self.host)
         self.runner = FakeRunner(block_size)
+        self.step_s = step_s
         self.events: list[SchedulerEvent] = []
         """All so far."""
 
@@ -151,7 +154,7 @@ class FakeNode:
         result = self.runner.run(plan)
         for seq_id in failed or {}:
             result.sampled.pop(seq_id, None)
-        events = self.scheduler.apply(StepResult(result.step_id, result.sampled, failed or {}), now)
+        events = self.scheduler.apply(StepResult(result.step_id, result.sampled, failed or {}, self.step_s), now)
         self.events += events
         self.scheduler.check_invariants()
         return events
