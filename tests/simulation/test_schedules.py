@@ -35,6 +35,9 @@ def test_schedules_of_all_faults_together(first):
         pytest.param(11616, "strangers", id="the sender of missing pieces gives way to a misfit"),
         pytest.param(20390, "crowded", id="the sender of missing pieces crashes"),
         pytest.param(18243, "pauses", id="a slow engine draws tokens up to the deadline"),
+        pytest.param(91032, "swap", id="a piece is damaged late, with swapping"),
+        pytest.param(75449, "onesided", id="a piece is damaged late, in staging slots"),
+        pytest.param(91554, "full", id="a piece is damaged late, with few blocks"),
     ],
 )
 def test_no_request_hangs_until_its_deadline(seed, profile):
