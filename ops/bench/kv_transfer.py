@@ -24,6 +24,7 @@ from common.kv_transfer.zmq_backend import ZmqKvMover
 from common.protocol.messages import Piece
 from common.state.events import KvSendFailed, PieceArrived, PieceBad
 from common.transport.context import TransportContext
+from ops.cli.numbers import positive
 
 SENDER, RECEIVER = Incarnation("1" * 32), Incarnation("2" * 32)
 KEY = TransferKey(RequestId("3" * 32), 1, 1, SENDER, RECEIVER)
@@ -190,8 +191,8 @@ def _say(process: "subprocess.Popen[str]", text: str) -> None:
 def main() -> int:
     """Print a line for each transport and size."""
     parser = argparse.ArgumentParser(prog="python -m ops.bench.kv_transfer", description=__doc__)
-    parser.add_argument("--mib", type=int, default=512, help="how much is ferried in each round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=positive, default=512, help="how much is ferried in each round")
+    parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--send", nargs=2, metavar=("ENDPOINT", "PLACE"), help=argparse.SUPPRESS)
     parser.add_argument("--pieces", nargs=2, type=int, default=(0, 0), help=argparse.SUPPRESS)
     parser.add_argument("--transport", choices=("shm", "zmq"), default="zmq", help=argparse.SUPPRESS)

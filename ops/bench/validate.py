@@ -19,6 +19,7 @@ import msgspec
 
 from common.ids import new_request_id
 from common.model_info import ModelInfo
+from ops.cli.numbers import positive
 from router.http.asgi import Message
 from router.http.checks import check_infer
 from router.http.document import read_document
@@ -141,8 +142,8 @@ def _chunks(body: bytes, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
 def main(arguments: list[str] | None = None) -> int:
     """Print one line per form of body."""
     parser = argparse.ArgumentParser(prog="python -m ops.bench.validate", description=__doc__)
-    parser.add_argument("--ids", type=int, default=1_000_000, help="ids in the prompt (default: a million)")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--ids", type=positive, default=1_000_000, help="ids in the prompt (default: a million)")
+    parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     options = parser.parse_args(arguments)
     results: dict[str, dict[str, float]] = {}

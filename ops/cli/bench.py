@@ -1,4 +1,4 @@
-"""`kvferry bench`: measurements, each beside what the machine could do at most."""
+"""`kvferry bench`: measurements of the engine, of a running server, and of accuracy."""
 
 import argparse
 import os
@@ -15,7 +15,9 @@ from ops.cli.numbers import positive
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command and what it can measure."""
-    parser = commands.add_parser("bench", help="measure speed", description="Measures speed.")
+    parser = commands.add_parser(
+        "bench", help="measure speed or accuracy", description="Measures speed, or what fewer bits cost in accuracy."
+    )
     subjects = parser.add_subparsers(dest="subject", metavar="WHAT", required=True)
     engine = subjects.add_parser(
         "engine",
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     scheme = None if args.quantization == "none" else args.quantization
     if scheme is not None and args.peers:
         raise ConfigError("--peers compares engines with full weights: leave --quantization out")
+    if args.peer_python and not args.peers:
+        raise ConfigError("--peer-python: needs --peers")
     threads = args.threads or probe_host().cores
     set_thread_variables(threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

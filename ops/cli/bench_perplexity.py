@@ -9,11 +9,12 @@ from common.config.host import probe_host
 from common.errors import ConfigError
 from ops.cli.errors import DONE
 from ops.cli.node import set_thread_variables
-from ops.cli.numbers import positive
+from ops.cli.numbers import at_least, positive
 
 DEFAULT_TEXT = Path(__file__).parents[1] / "bench" / "perplexity.txt"
 """Written for this, and never changed: only figures of the same text can be compared."""
 _LEAST_TOKENS = 2
+_tokens = at_least(_LEAST_TOKENS)
 
 
 def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -28,8 +29,8 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
     parser.add_argument("--text", type=Path, metavar="FILE", help="default: one that never changes, in English")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the text at most (4096)")
-    parser.add_argument("--window", type=int, default=1024, metavar="W", help="tokens foretold together (1024)")
+    parser.add_argument("--tokens", type=_tokens, default=4096, metavar="N", help="of the text at most (4096)")
+    parser.add_argument("--window", type=_tokens, default=1024, metavar="W", help="tokens foretold together (1024)")
     parser.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -37,8 +38,6 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    if min(args.tokens, args.window) < _LEAST_TOKENS:
-        raise ConfigError(f"--tokens and --window must be at least {_LEAST_TOKENS}")
     threads = args.threads or probe_host().cores
     set_thread_variables(threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ops.cli.errors import DONE
-from ops.cli.numbers import above_zero, count, positive
+from ops.cli.numbers import above_zero, count, positive, whole
 
 if TYPE_CHECKING:
     from ops.bench.serve.report import ServeReport
@@ -31,17 +31,28 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--concurrency", type=positive, metavar="N", help="closed loop: so many requests at once (1)")
     shape.add_argument("--rate", type=above_zero, metavar="R", help="open loop: requests a second, Poisson arrivals")
-    parser.add_argument("--requests", type=positive, metavar="N", help="how many; default: four times --concurrency")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="how many; default: four for each of --concurrency, or of those that --rate sends in a second",
+    )
     parser.add_argument("--input-len", type=positive, default=256, metavar="A", help="tokens of a prompt (256)")
     parser.add_argument("--output-len", type=positive, default=64, metavar="B", help="most tokens of an answer (64)")
     parser.add_argument(
         "--warmup",
         type=count,
         metavar="N",
-        help="requests before that, not counted; default: --concurrency, 8 with --rate",
+        help="requests before that, not counted; default: --concurrency, or what --rate sends in a second, at most 8",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of prompts and arrivals (1)")
-    parser.add_argument("--vocab-size", type=positive, default=0, metavar="V", help="prompts have ids below this")
+    parser.add_argument("--seed", type=whole, default=1, help="of prompts and arrivals (1)")
+    parser.add_argument(
+        "--vocab-size",
+        type=positive,
+        default=0,
+        metavar="V",
+        help="prompts have ids below this; default: as the server says, else 1000",
+    )
     parser.add_argument("--timeout", type=above_zero, default=600.0, metavar="S", help="of one request, seconds (600)")
     parser.add_argument("--ignore-eos", action="store_true", help="ask an OpenAI-style server to go on to --output-len")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

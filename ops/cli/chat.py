@@ -5,16 +5,19 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import KvferryError
+from common.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from common.tokenizer import Tokenizer
 
 
 def chat_prompt(tokenizer: "Tokenizer", question: str) -> list[int]:
-    """Ids of a conversation with one user message, ready for the model's turn. KvferryError without a template."""
+    """Ids of a conversation with one user message, ready for the model's turn.
+
+    Raises ConfigError without a template, ModelLoadError where it does not work.
+    """
     if not tokenizer.chat_template:
-        raise KvferryError("the model has no chat template")
+        raise ConfigError("--chat: the model has no chat template")
     # A template comes with a model from anywhere, so it gets no more than the messages.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     try:
@@ -25,5 +28,5 @@ def chat_prompt(tokenizer: "Tokenizer", question: str) -> list[int]:
             eos_token=tokenizer.special.eos or "",
         )
     except TemplateError as error:
-        raise KvferryError(f"the model's chat template: {error}") from None
+        raise ModelLoadError(f"the model's chat template: {error}") from None
     return tokenizer.encode(text, add_special_tokens=False)

@@ -1,9 +1,14 @@
 """`kvferry demo`: a cluster with the small real model, one streamed request, everything stopped again."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 
+from common.config.load import load_config
+from common.errors import ConfigError
 from ops import model_store
 from ops.cli.errors import DONE
+from ops.cli.sampling import new_tokens
 
 _QUESTION = "What is the capital of France, and what is it known for?"
 _WORKERS, _PREFILL, _DECODE = 2, 1, 1
@@ -17,8 +22,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Starts a router with two workers, a prefill and a decode node with the small real model, streams "
         "the answer to one question, and stops everything.",
     )
-    parser.add_argument("--question", default=_QUESTION, help="what to ask")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens to generate (64)")
+    parser.add_argument("--question", default=_QUESTION, help=f"what to ask ({_QUESTION})")
+    parser.add_argument(
+        "--max-new-tokens", type=new_tokens, default=64, metavar="N", help="most tokens to generate, from 1 on (64)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -28,16 +35,32 @@ def run(args: argparse.Namespace) -> int:
     from ops.cli.chat import chat_prompt
     from ops.cli.infer import answer_lines, show_stream
     from ops.cli.token_client import TokenClient
-    from ops.launcher.started import started_cluster
 
-    path = model_store.ensure_model()
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(model_store.ensure_model())
     prompt = chat_prompt(tokenizer, args.question)
+    most = load_config().router.max_input_length
+    if len(prompt) > most:
+        raise ConfigError(f"--question: {len(prompt)} tokens, at most {most} are taken")
     print(f"starting: router with {_WORKERS} workers, {_PREFILL} prefill node, {_DECODE} decode node", flush=True)
-    sizes = ("--workers", str(_WORKERS), "--prefill", str(_PREFILL), "--decode", str(_DECODE))
-    with started_cluster(*sizes) as (url, model), TokenClient(url, model) as client:
-        print(f"ready at {url}, model {model}\n\n{args.question}  ({len(prompt)} prompt tokens)\n", flush=True)
+    with _cluster() as (url, model), TokenClient(url, model) as client:
+        print(f"ready {url} model={model}\n\n{args.question}  ({len(prompt)} prompt tokens)\n", flush=True)
         answer = show_stream(client, prompt, {"max_new_tokens": args.max_new_tokens}, tokenizer)
         print("\n" + "\n".join(answer_lines(answer, None, args.max_new_tokens)), flush=True)
-    print("stopped", flush=True)
     return DONE
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[tuple[str, str]]:
+    """Its url and model name; says when it is stopped, also after a failure."""
+    from ops.launcher.started import started_cluster
+
+    failure: BaseException | None = None
+    sizes = ("--workers", str(_WORKERS), "--prefill", str(_PREFILL), "--decode", str(_DECODE))
+    with started_cluster(*sizes) as place:
+        try:
+            yield place
+        except BaseException as error:  # noqa: BLE001  raised again when all is stopped
+            failure = error
+    print("stopped", flush=True)
+    if failure is not None:
+        raise failure

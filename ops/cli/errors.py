@@ -1,14 +1,19 @@
-"""From an exception to an exit code and one line on stderr. 0 done, 2 wrong use, 1 anything else."""
+"""From an exception to an exit code and one line on stderr.
+
+0: done. 2: what was asked for is wrong, and will be the next time: an option, a setting, a file, model or device that
+it names, a request that the server refuses as invalid. 1: it failed while running.
+"""
 
 import os
 import sys
 import traceback
 
-from common.errors import ConfigError, KvferryError
+from common.errors import ConfigError, DeviceUnavailableError, KvferryError, ModelLoadError, RequestInvalidError
 
 DEBUG_ENV = "KVFERRY_DEBUG"
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
+_WRONG_USE = (ConfigError, ModelLoadError, DeviceUnavailableError, RequestInvalidError)
 
 
 def report(error: BaseException, command: str, *, debug: bool) -> int:
@@ -18,15 +23,18 @@ def report(error: BaseException, command: str, *, debug: bool) -> int:
     # Whoever pressed Ctrl-C made no error.
     mark = "" if isinstance(error, KeyboardInterrupt) else "error: "
     sys.stderr.write(f"{command}: {mark}{_text(error)}\n")
-    return WRONG_USE if isinstance(error, ConfigError) else FAILED
+    return WRONG_USE if isinstance(_first(error), _WRONG_USE) else FAILED
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _text(error: BaseException) -> str:
+    error = _first(error)
     if isinstance(error, KvferryError):
         return " ".join(str(error).split())
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if isinstance(error, BaseExceptionGroup):
-        return _text(error.exceptions[0])
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{text} (a fault of kvferry's own; {DEBUG_ENV}=1 shows where)"

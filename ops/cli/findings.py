@@ -135,16 +135,20 @@ def zeromq() -> Finding:
 def ports() -> Iterator[Finding]:
     """Whether the default ports are free."""
     config = load_config()
-    wanted = {
-        "HTTP": config.router.port,
-        "announcements (kvferry router; serve needs none)": int(config.discovery.proxy_nodes.rpartition(":")[2]),
-        "members (kvferry router; serve needs none)": int(config.discovery.proxy_workers.rpartition(":")[2]),
-    }
-    for use, port in wanted.items():
-        free = is_free(port)
-        yield Finding(
-            f"port {port}", free, f"{use}: " + ("free" if free else "in use; choose another in the configuration")
-        )
+    nodes, workers = (_port_of(place) for place in (config.discovery.proxy_nodes, config.discovery.proxy_workers))
+    yield port("HTTP", config.router.port, "kvferry serve --port 0 takes any free one, router.port names another")
+    yield port("announcements (kvferry router; serve needs none)", nodes, "discovery.proxy_nodes names another")
+    yield port("members (kvferry router; serve needs none)", workers, "discovery.proxy_workers names another")
+
+
+def port(use: str, number: int, hint: str) -> Finding:
+    """One port; `hint` is for when it is in use."""
+    free = is_free(number)
+    return Finding(f"port {number}", free, f"{use}: free" if free else f"{use}: in use, perhaps by a cluster; {hint}")
+
+
+def _port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
 
 
 def model_cache() -> Finding:

@@ -8,20 +8,14 @@ from typing import TYPE_CHECKING
 from common.errors import ConfigError
 from ops import model_store
 from ops.cli.errors import DONE
+from ops.cli.sampling import Parameters, add_sampling_options, sampling_parameters
 
 if TYPE_CHECKING:
     from common.tokenizer import Tokenizer
-    from ops.cli.token_client import Parameters, TokenAnswer, TokenClient
+    from ops.cli.token_client import TokenAnswer, TokenClient
 
-_PARAMETERS: dict[str, type] = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "seed": int,
-    "repetition_penalty": float,
-    "priority": int,
-    "timeout": int,
-}
+_MOST_ID = 2**32 - 1
+"""Ids are UINT32; which of them a model knows, the router tells."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,13 +32,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="PATH",
         help=f"model directory or GGUF; default: {model_store.MODEL_NAME}'s, for that model",
     )
-    parser.add_argument("--chat", action="store_true", help="put --text into the model's chat template")
-    parser.add_argument("--max-new-tokens", type=int, default=20, metavar="N", help="most tokens to generate (20)")
+    parser.add_argument("--chat", action="store_true", help="put --text, as a question, into the model's chat template")
     parser.add_argument("--stream", action="store_true", help="show tokens as they come, and TTFT, TPOT and the nodes")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--do-sample", action="store_true", default=None, help="draw tokens, not the likeliest")
-    for name, kind in _PARAMETERS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object, times in seconds. null in it: text without a tokenizer; finish_reason, usage, "
+        "ttft_s, tpot_s and nodes without --stream, for only a stream tells them; tpot_s of fewer than two tokens",
+    )
+    add_sampling_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -52,15 +48,18 @@ def run(args: argparse.Namespace) -> int:
     """Send the request and show the answer."""
     from ops.cli.token_client import TokenClient
 
+    if args.chat and args.text is None:
+        raise ConfigError("--chat: needs --text; ids of --tokens are sent as they are")
+    parameters = sampling_parameters(args)
     tokenizer = _tokenizer(args)
     prompt = _prompt(args, tokenizer)
     with TokenClient(args.url, args.model) as client:
         if not args.stream:
-            answer = client.infer(prompt, _parameters(args))
+            answer = client.infer(prompt, parameters)
         elif args.json:
-            answer = client.stream(prompt, _parameters(args), lambda token_ids: None)
+            answer = client.stream(prompt, parameters, lambda token_ids: None)
         else:
-            answer = show_stream(client, prompt, _parameters(args), tokenizer)
+            answer = show_stream(client, prompt, parameters, tokenizer)
     text = tokenizer.decode(answer.token_ids) if tokenizer is not None else None
     if args.json:
         print(json.dumps(answer_fields(answer, text), ensure_ascii=False))
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_stream(
-    client: "TokenClient", prompt: list[int], parameters: "Parameters", tokenizer: "Tokenizer | None"
+    client: "TokenClient", prompt: list[int], parameters: Parameters, tokenizer: "Tokenizer | None"
 ) -> "TokenAnswer":
     """Stream an answer to stdout, as text where there is a tokenizer, else as ids; ends the line."""
     pieces = tokenizer.stream() if tokenizer is not None else None
@@ -134,10 +133,7 @@ def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
 
 def _prompt(args: argparse.Namespace, tokenizer: "Tokenizer | None") -> list[int]:
     if args.tokens is not None:
-        try:
-            return [int(word) for word in args.tokens.split(",")]
-        except ValueError:
-            raise ConfigError(f"--tokens: expected integers with commas between, got {args.tokens!r}") from None
+        return _token_ids(args.tokens)
     assert tokenizer is not None
     if not args.text:
         raise ConfigError("--text: it is empty, and a prompt has at least one token")
@@ -148,6 +144,12 @@ def _prompt(args: argparse.Namespace, tokenizer: "Tokenizer | None") -> list[int
     return tokenizer.encode(args.text)
 
 
-def _parameters(args: argparse.Namespace) -> "Parameters":
-    names = ("max_new_tokens", "do_sample", *_PARAMETERS)
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+def _token_ids(text: str) -> list[int]:
+    try:
+        ids = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--tokens: expected integers with commas between, got {text!r}") from None
+    for token_id in ids:
+        if not 0 <= token_id <= _MOST_ID:
+            raise ConfigError(f"--tokens: expected ids from 0 to {_MOST_ID}, got {token_id}")
+    return ids

@@ -61,6 +61,8 @@ def run_new(args: argparse.Namespace) -> int:
             _write(public_file, key_line("public", public), 0o644)
             print(f"{secret_file}  keep it on the hosts of this {role} alone")
             print(f"{public_file}  goes to the {_ALLOWED} directory of every host")
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise ConfigError(f"DIR: {error.filename}: {error.strerror}") from None
     except OSError as error:
         raise KvferryError(f"{error.filename}: {error.strerror}") from None
     return DONE

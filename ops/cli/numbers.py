@@ -13,25 +13,52 @@ def whole(text: str) -> int:
         raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
 
 
-def positive(text: str) -> int:
-    """A whole number from 1 on."""
-    return _at_least(1, text)
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number from `least` on."""
+
+    def parse(text: str) -> int:
+        value = whole(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
+        return value
+
+    return parse
 
 
-def count(text: str) -> int:
-    """A whole number from 0 on."""
-    return _at_least(0, text)
+positive = at_least(1)
+count = at_least(0)
 
 
-def above_zero(text: str) -> float:
-    """A number above 0, and not endless."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
+def whole_within(least: int, most: int) -> Callable[[str], int]:
+    """A whole number in [least, most]."""
+
+    def parse(text: str) -> int:
+        value = whole(text)
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}, got {text}")
+        return value
+
+    return parse
+
+
+def number_above(bound: float, most: float = math.inf) -> Callable[[str], float]:
+    """A number in (bound, most], and not endless."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
+        if not bound < value <= most or math.isinf(value):
+            up_to = f" and at most {most:g}" if most < math.inf else ""
+            raise argparse.ArgumentTypeError(f"expected a number above {bound:g}{up_to}, got {text}")
+        return value
+
+    return parse
+
+
+above_zero = number_above(0)
+"""A number above 0, and not endless."""
 
 
 def three_counts(form: str) -> Callable[[str], tuple[int, int, int]]:
@@ -45,10 +72,3 @@ def three_counts(form: str) -> Callable[[str], tuple[int, int, int]]:
         return first, second, third
 
     return parse
-
-
-def _at_least(least: int, text: str) -> int:
-    value = whole(text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"expected at least {least}, got {value}")
-    return value

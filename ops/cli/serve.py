@@ -7,6 +7,7 @@ from pathlib import Path
 from common.config.load import Override
 from common.log import setup_logging
 from ops.cli.errors import DONE
+from ops.cli.numbers import whole
 from ops.cli.options import add_config_options, printed, read_config
 
 _FLAGS = {
@@ -35,12 +36,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--model-name", metavar="NAME", help="its name in URLs; default: the file's or directory's name"
     )
-    parser.add_argument("--prefill", type=int, metavar="N", help="prefill nodes (1; 0 with --unsplit)")
-    parser.add_argument("--decode", type=int, metavar="M", help="decode nodes (1; 0 with --unsplit)")
-    parser.add_argument("--unsplit", type=int, metavar="U", help="nodes that do both (0)")
-    parser.add_argument("--workers", type=int, metavar="W", help="gunicorn workers of the router (2)")
+    parser.add_argument("--prefill", type=whole, metavar="N", help="prefill nodes (1; 0 with --unsplit)")
+    parser.add_argument("--decode", type=whole, metavar="M", help="decode nodes (1; 0 with --unsplit)")
+    parser.add_argument("--unsplit", type=whole, metavar="U", help="nodes that do both (0)")
+    parser.add_argument("--workers", type=whole, metavar="W", help="gunicorn workers of the router (2)")
     parser.add_argument("--host", metavar="H", help="address to serve HTTP on (127.0.0.1)")
-    parser.add_argument("--port", type=int, metavar="P", help="port to serve HTTP on (1025); 0 picks one")
+    parser.add_argument("--port", type=whole, metavar="P", help="port to serve HTTP on (1025); 0 picks one")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="type of weights and computing")
     add_config_options(parser)
     parser.set_defaults(run=run)

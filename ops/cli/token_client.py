@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import httpx
 import orjson
 
-from common.errors import KvferryError
-
-Parameters = Mapping[str, int | float | bool]
-"""The request's `parameters`, by the names of the API."""
+from common.errors import ConfigError, KvferryError
+from ops.cli.sampling import Parameters
+from ops.target import parse_url, refusal
 
 _DATA = "data:"
 _LONGEST_S = 3600.0
@@ -35,12 +34,17 @@ class TokenAnswer:
 
 
 class TokenClient:
-    """One model behind one router. Use it as a context manager."""
+    """One model behind one router. Use it as a context manager. ConfigError for what is no URL."""
 
     def __init__(self, url: str, model: str) -> None:
-        self._path = f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}/infer"
+        target = parse_url(url)
+        self._url = url
+        try:
+            self._path = httpx.URL(f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}/infer")
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"--url: {url}: {error}") from None
         # A proxy from the environment is for the world, not for this machine.
-        trust_env = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")
+        trust_env = target.host not in ("localhost", "127.0.0.1", "::1")
         self._http = httpx.Client(timeout=httpx.Timeout(_LONGEST_S, connect=_CONNECT_S), trust_env=trust_env)
 
     def __enter__(self) -> "TokenClient":
@@ -50,12 +54,13 @@ class TokenClient:
         self._http.close()
 
     def infer(self, prompt: Sequence[int], parameters: Parameters) -> TokenAnswer:
-        """The whole answer at once. KvferryError when the router refuses or cannot be reached."""
+        """The whole answer at once. KvferryError when the router refuses or cannot be reached; RequestInvalidError
+        when the request is at fault."""
         sent = time.monotonic()
         try:
             response = self._http.post(self._path, content=_body(prompt, parameters))
         except httpx.HTTPError as error:
-            raise _unreachable(self._path, error) from error
+            raise _unreachable(self._url, error) from error
         _demand_ok(response)
         return TokenAnswer(_unary_ids(response), time.monotonic() - sent)
 
@@ -73,7 +78,7 @@ class TokenClient:
                 _demand_ok(response)
                 return _read_stream(_events(response), sent, on_tokens)
         except httpx.HTTPError as error:
-            raise _unreachable(self._path, error) from error
+            raise _unreachable(self._url, error) from error
 
 
 def _read_stream(
@@ -153,8 +158,8 @@ def _demand_ok(response: httpx.Response) -> None:
         said = f"{body['error_type']}: {body['error']}"
     except (orjson.JSONDecodeError, LookupError, TypeError):
         said = response.text[:200]
-    raise KvferryError(f"{response.status_code} {said}")
+    raise refusal(response.status_code, f"{response.status_code} {said}")
 
 
-def _unreachable(path: str, error: httpx.HTTPError) -> KvferryError:
-    return KvferryError(f"{path}: {error or type(error).__name__}")
+def _unreachable(url: str, error: httpx.HTTPError) -> KvferryError:
+    return KvferryError(f"{url}: {error or type(error).__name__}")

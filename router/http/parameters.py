@@ -14,7 +14,10 @@ from router.http.describe import describe
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1
-_SMALLEST = 1e-6
+SMALLEST = 1e-6
+"""What is divided by, and shares, must be above it."""
+LAST_PRIORITY = 5
+LONGEST_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,9 @@ def read_parameters(value: object, where: str) -> Parameters:
     if not isinstance(value, dict):
         raise RequestInvalidError(f"{where}: must be an object, got {describe(value)}")
     fields = _Fields(value, where)
-    temperature = fields.number("temperature", above=_SMALLEST)
+    temperature = fields.number("temperature", above=SMALLEST)
     top_k = fields.integer("top_k", 1, INT32_MAX)
-    top_p = fields.number("top_p", above=_SMALLEST, at_most=1.0)
+    top_p = fields.number("top_p", above=SMALLEST, at_most=1.0)
     do_sample = fields.boolean("do_sample")
     seed = fields.integer("seed", 1, SEED_MAX)
     repetition_penalty = fields.number("repetition_penalty", above=0.0)
@@ -67,8 +70,8 @@ def read_parameters(value: object, where: str) -> Parameters:
     fields.boolean("watermark")
     fields.boolean("details")
     fields.integer("batch_size", 1, INT32_MAX)
-    priority = fields.integer("priority", 1, 5)
-    timeout_s = fields.integer("timeout", 1, 3600)
+    priority = fields.integer("priority", 1, LAST_PRIORITY)
+    timeout_s = fields.integer("timeout", 1, LONGEST_TIMEOUT_S)
     return Parameters(
         temperature, top_k, top_p, do_sample, seed, repetition_penalty, max_new_tokens, priority, timeout_s
     )

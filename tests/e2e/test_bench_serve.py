@@ -47,8 +47,9 @@ def test_what_cannot_be_measured(served: Served) -> None:
         ("other", (), "neither /v2/models/other nor"),
         (MODEL, ("--vocab-size", "999999"), "422 inputs[0].data"),
         (MODEL, ("--input-len", "100000"), "422 "),
+        (MODEL, ("--ignore-eos",), "--ignore-eos: the token API has nothing like it"),
     ):
         done = bench(served, *words, model=model)
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert said in line

@@ -39,7 +39,7 @@ def test_no_model_there(tmp_path: Path) -> None:
 def test_damaged_weights(broken: Path) -> None:
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    line = fails(ServeOptions(broken), 1)
+    line = fails(ServeOptions(broken), 2)
     assert " could not start: " in line
     assert "model.safetensors" in line
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ops.cli.numbers import three_counts
+from ops.cli.numbers import count, positive, three_counts
 from ops.simulate.process import Process
 from tests.simulation.draw import draw_plan
 from tests.simulation.plan import Plan
@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
         if failures > arguments.keep_going:
             return 1
     elapsed = time.perf_counter() - started
-    for what, count in sorted(total.items(), key=lambda item: -item[1]):
+    for what, number in sorted(total.items(), key=lambda item: -item[1]):
         if arguments.verbose or not what.startswith(("quiet", " ")):
-            say(f"{count:8} {what}")
+            say(f"{number:8} {what}")
     say(f"{tried} schedules, {failures} failed, {60 * tried / elapsed:.0f} a minute")
     return 1 if failures else 0
 
@@ -53,18 +53,25 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Simulated schedules of faults.")
-    parser.add_argument("--seeds", default=(0, 100), type=_range, help="half-open range A:B (0:100)")
-    parser.add_argument("--profile", default="all", choices=[*PROFILES, "each"])
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--seeds", default=(0, 100), type=_range, help="half-open range A:B (0:100)")
+    which.add_argument("--schedule", type=_schedule, metavar="FILE", help="this schedule, in place of those of seeds")
+    parser.add_argument("--profile", choices=[*PROFILES, "each"], help="of the seeds (all)")
     parser.add_argument(
         "--nodes", default=None, type=three_counts("W,P,D"), help="numbers of workers, prefill, decode nodes: W,P,D"
     )
-    parser.add_argument("--schedule", type=_schedule, metavar="FILE", help="this schedule, in place of those of seeds")
-    parser.add_argument("--check-every", type=int, default=64, help="check cores after every n-th event of a process")
-    parser.add_argument("--keep-going", type=int, default=0, help="stop only after this many more failures")
+    parser.add_argument(
+        "--check-every", type=positive, default=64, help="check cores after every n-th event of a process"
+    )
+    parser.add_argument("--keep-going", type=count, default=0, help="stop only after this many more failures")
     parser.add_argument("--no-shrink", action="store_true", help="leave a failing schedule as long as it is")
     parser.add_argument("--trace", action="store_true", help="print every event and action; nothing is shrunk then")
     parser.add_argument("--verbose", action="store_true")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.schedule and (arguments.profile or arguments.nodes):
+        parser.error("--schedule: it has its profile and its nodes, --profile and --nodes are for --seeds")
+    arguments.profile = arguments.profile or "all"
+    return arguments
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -1,9 +1,12 @@
 """What the commands of the simulation refuse: a range, a name or a number that would try nothing."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.simulation import __main__ as schedules
 from tests.simulation import mutate, torture
+from tests.simulation.draw import draw_plan
 
 
 @pytest.mark.parametrize(
@@ -15,9 +18,16 @@ from tests.simulation import mutate, torture
         (["--nodes", "x"], "argument --nodes: expected W,P,D, three numbers from 0 on, got 'x'"),
         (["--nodes", "1,2"], "argument --nodes: expected W,P,D"),
         (["--nodes", "1,2,-3"], "argument --nodes: expected W,P,D"),
+        (["--check-every", "0"], "argument --check-every: expected at least 1, got 0"),
+        (["--schedule", "FILE", "--seeds", "1:2"], "not allowed with argument --schedule"),
+        (["--schedule", "FILE", "--profile", "all"], "--profile and --nodes are for --seeds"),
+        (["--schedule", "FILE", "--nodes", "1,1,1"], "--profile and --nodes are for --seeds"),
     ],
 )
-def test_schedules(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules(words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "schedule.json"
+    draw_plan(0, "quick").save(file)
+    words = [str(file) if word == "FILE" else word for word in words]
     with pytest.raises(SystemExit) as end:
         schedules.parse(words)
     assert end.value.code == 2

@@ -93,19 +93,19 @@ def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "said"),
+    ("peer", "code", "said"),
     [
-        (Peer(fails_from=0), "/v1/completions: 503 too busy"),
-        (Peer(fails_from=2), "all 6 requests failed, the first: 503 too busy"),
-        (Peer(refuses=("prompt",)), "422 unknown field prompt"),
-        (Peer(breaks_after=2), "the connection ended before the answer did"),
+        (Peer(fails_from=0), 1, "/v1/completions: 503 too busy"),
+        (Peer(fails_from=2), 1, "all 6 requests failed, the first: 503 too busy"),
+        (Peer(refuses=("prompt",)), 2, "422 unknown field prompt"),
+        (Peer(breaks_after=2), 1, "the connection ended before the answer did"),
     ],
 )
 def test_a_server_that_cannot_be_measured_is_one_line(
-    peer: Peer, said: str, capsys: pytest.CaptureFixture[str]
+    peer: Peer, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with openai_server(peer):
-        assert bench(peer.url) == 1
+        assert bench(peer.url) == code
     out, err = capsys.readouterr()
     assert out == ""
     (line,) = err.splitlines()
@@ -123,7 +123,7 @@ def test_a_request_that_takes_too_long_is_a_timeout(capsys: pytest.CaptureFixtur
     ("words", "code", "said"),
     [
         (("--url", "ftp://x"), 2, "expected http://host:port"),
-        (("--url", "http://x:port"), 2, "--url"),
+        (("--url", "http://x:port"), 2, "--url: expected http://host:port, got 'http://x:port': "),
         (("--concurrency", "0"), 2, "expected at least 1"),
         (("--rate", "nan"), 2, "above 0"),
         (("--requests", "many"), 2, "--requests"),
@@ -145,7 +145,7 @@ def test_wrong_use(words: tuple[str, ...], code: int, said: str, capsys: pytest.
 )
 def test_an_unknown_model(api: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer()) as peer:
-        assert bench(peer.url, "--api", api, model="other") == 1
+        assert bench(peer.url, "--api", api, model="other") == 2
     assert said in capsys.readouterr().err
 
 

@@ -66,5 +66,5 @@ def test_wrong_use_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], w
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").touch()
-    assert main(["keys", "new", str(tmp_path / "file" / "keys")]) == 1
-    assert "file" in capsys.readouterr().err
+    assert main(["keys", "new", str(tmp_path / "file" / "keys")]) == 2
+    assert "error: DIR: " in capsys.readouterr().err

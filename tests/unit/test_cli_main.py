@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from common.config.load import load_config
-from common.errors import ConfigError, KvferryError
+from common.errors import (
+    ConfigError,
+    DeviceUnavailableError,
+    KvferryError,
+    ModelLoadError,
+    RequestInvalidError,
+    UnavailableError,
+)
 from ops.cli.errors import report
 from ops.cli.main import build_parser, main
 
@@ -43,11 +50,23 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["infer", "--model", "m"], "--tokens"),
         (["infer", "--model", "m", "--tokens", "1", "--text", "a"], "not allowed with"),
         (["infer", "--model", "m", "--tokens", "1,a"], "--tokens: expected integers"),
+        (["infer", "--model", "m", "--tokens", "1,-1"], "--tokens: expected ids from 0 to 4294967295, got -1"),
+        (["infer", "--model", "m", "--tokens", f"{2**70}"], "--tokens: expected ids from 0 to 4294967295, got 118"),
+        (["infer", "--model", "m", "--tokens", "1", "--chat"], "kvferry infer: error: --chat: needs --text"),
+        (
+            ["infer", "--model", "m", "--tokens", "1", "--top-k", "0"],
+            "argument --top-k: expected a whole number",
+        ),
+        (["infer", "--model", "m", "--tokens", "1", "--no-do-sample", "--top-p", "1"], "--top-p: has no effect with"),
+        (["infer", "--model", "m", "--tokens", "1", "--url", "127.0.0.1:1025"], "--url: expected http://host:port"),
+        (["demo", "--max-new-tokens", "0"], "argument --max-new-tokens: expected a whole number from 1 to"),
+        (["bench", "engine", "--peer-python", "python3"], "--peer-python: needs --peers"),
         (["serve", "--bogus"], "kvferry serve: error: unrecognized arguments: --bogus (see kvferry serve --help)"),
         (["bench", "engine", "--bogus"], "kvferry bench engine: error: unrecognized arguments: --bogus"),
         (["bench", "engine", "--tp", "0"], "kvferry bench engine: error: argument --tp: expected at least 1, got 0"),
         (["bench", "engine", "--threads", "0"], "argument --threads: expected at least 1, got 0"),
         (["bench", "engine", "--threads", "x"], "argument --threads: expected a whole number, got 'x'"),
+        (["bench", "perplexity", "--tokens", "1"], "argument --tokens: expected at least 2, got 1"),
         (["bench", "perplexity", "--threads", "-1"], "argument --threads: expected at least 1, got -1"),
         (["bench", "serve", "--model", "m", "--rate", "x"], "argument --rate: expected a number, got 'x'"),
         (["keys", "public", "/no/such/file"], "kvferry keys public: error: FILE: /no/such/file"),
@@ -85,7 +104,7 @@ def test_what_is_no_model_is_told_before_anything_is_started(capsys, tmp_path: P
     started: list[object] = []
     monkeypatch.setattr("ops.launcher.serve.serve", started.append)
     code, out, err = run(capsys, "serve", "--model", str(tmp_path))
-    assert (code, out, started) == (1, "", [])
+    assert (code, out, started) == (2, "", [])
     assert err == f"kvferry serve: error: config.json is missing in {tmp_path}\n"
 
 
@@ -110,7 +129,12 @@ def test_a_fault_of_our_own_shows_no_traceback_unless_wanted(capsys, monkeypatch
     ("error", "code", "text"),
     [
         (ConfigError("a.b: wrong"), 2, "a.b: wrong"),
+        (ModelLoadError("m: no config.json"), 2, "m: no config.json"),
+        (DeviceUnavailableError("no cuda"), 2, "no cuda"),
+        (RequestInvalidError("422 too long"), 2, "422 too long"),
         (KvferryError("no"), 1, "no"),
+        (UnavailableError("503 no node"), 1, "503 no node"),
+        (ExceptionGroup("g", [ConfigError("inner")]), 2, "inner"),
         (ExceptionGroup("g", [KvferryError("inner")]), 1, "inner"),
     ],
 )

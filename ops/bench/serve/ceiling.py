@@ -12,6 +12,7 @@ import sys
 
 from ops.bench.serve.load import Load
 from ops.bench.serve.run import ServeBench, measure
+from ops.cli.numbers import positive
 
 _TOKENS = 2000
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -21,7 +22,7 @@ _CONFIG = b'{"vocab_size": 1000}'
 def main() -> int:
     """Print one line for each number of streams."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 32, 256])
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.server:

@@ -5,11 +5,9 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from urllib.parse import urlsplit
 
-from common.errors import ConfigError
 from ops.bench.serve.response import MalformedAnswerError, ResponseReader
+from ops.target import Target
 
 OnBody = Callable[[float, bytes], None]
 """Called with seconds of the monotonic clock and the bytes of the body that came then."""
@@ -17,36 +15,6 @@ OnBody = Callable[[float, bytes], None]
 
 class CutOffError(Exception):
     """The connection ended before the answer did."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a server is."""
-
-    host: str
-    port: int
-    tls: bool
-    prefix: str
-    """Of every path; without a slash at its end."""
-
-    @property
-    def authority(self) -> str:
-        """For the Host header."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
-
-
-def parse_url(url: str) -> Target:
-    """Raises ConfigError for what is no http or https URL."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"--url: {url}: {error}") from None
-    if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment:
-        raise ConfigError(f"--url: expected http://host:port, got {url!r}")
-    tls = parts.scheme == "https"
-    return Target(host, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 
 
 class Connection(asyncio.Protocol):

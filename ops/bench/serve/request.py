@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from ops.bench.serve.connection import Connection, CutOffError, Target
+from ops.bench.serve.connection import Connection, CutOffError
 from ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
 from ops.bench.serve.response import EventSplitter, MalformedAnswerError
+from ops.target import Target
 
 _OK = 200
 

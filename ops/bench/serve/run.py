@@ -11,18 +11,21 @@ from typing import Literal
 
 import orjson
 
-from common.errors import KvferryError
-from ops.bench.serve.connection import Connection, CutOffError, Target, parse_url
+from common.errors import ConfigError, KvferryError
+from ops.bench.serve.connection import Connection, CutOffError
 from ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
 from ops.bench.serve.load import Load, OnEnd, prompts, run_load
 from ops.bench.serve.report import Frame, ServeReport, make_report
 from ops.bench.serve.request import Requester
 from ops.bench.serve.response import MalformedAnswerError
+from ops.target import Target, parse_url, refusal
 
 Api = Literal["auto", "infer", "openai"]
 
 _ASK_S = 10.0
 _OK, _BAD_REQUEST, _NOT_FOUND, _UNPROCESSABLE = 200, 400, 404, 422
+_HTTP = "http_"
+"""How an outcome begins that is a status."""
 _LONGEST_SERVER_TIMEOUT_S = 3600
 _FEW_IDS = 1000
 """Prompts are drawn from so many ids where the server does not say how large its vocabulary is."""
@@ -43,12 +46,16 @@ class ServeBench:
 
 
 async def measure(bench: ServeBench, on_end: OnEnd) -> ServeReport:
-    """Run it. KvferryError, in one line, when the server cannot be measured: nobody there, no such model, refused."""
+    """Run it. KvferryError, in one line, when the server cannot be measured: nobody there, failed; of these ConfigError
+    and RequestInvalidError when what is asked for is at fault: no such model, a prompt that is too long.
+    """
     target = parse_url(bench.url)
     vocab_size = await _vocab_size(target, bench) if bench.api != "openai" else None
     if vocab_size is None and bench.api == "infer":
-        raise KvferryError(f"{bench.url} has no /v2/models/{bench.model}: is the model's name right?")
+        raise ConfigError(f"{bench.url} has no /v2/models/{bench.model}: is the model's name right?")
     api = "openai" if vocab_size is None else "infer"
+    if bench.ignore_eos and api == "infer":
+        raise ConfigError("--ignore-eos: the token API has nothing like it; only OpenAI-style servers know it")
     load = replace(bench.load, vocab_size=bench.load.vocab_size or vocab_size or _FEW_IDS)
     dialect = await _working_dialect(target, bench, api, load)
     requester = Requester(target, dialect, bench.timeout_s)
@@ -88,13 +95,16 @@ async def _working_dialect(target: Target, bench: ServeBench, api: str, load: Lo
         requester.close()
         if not outcome.error:
             return dialect
-        if outcome.error not in (f"http_{_BAD_REQUEST}", f"http_{_UNPROCESSABLE}"):
+        if outcome.error not in (f"{_HTTP}{_BAD_REQUEST}", f"{_HTTP}{_UNPROCESSABLE}"):
             break
-    if bench.api == "auto" and outcome.error == f"http_{_NOT_FOUND}":
-        raise KvferryError(
+    if bench.api == "auto" and outcome.error == f"{_HTTP}{_NOT_FOUND}":
+        raise ConfigError(
             f"{bench.url} has neither /v2/models/{bench.model} nor {dialect.path} for {bench.model}: is the name right?"
         )
-    raise KvferryError(f"{bench.url.rstrip('/')}{dialect.path}: {outcome.detail}")
+    said = f"{bench.url.rstrip('/')}{dialect.path}: {outcome.detail}"
+    raise (
+        refusal(int(outcome.error.removeprefix(_HTTP)), said) if outcome.error.startswith(_HTTP) else KvferryError(said)
+    )
 
 
 async def _vocab_size(target: Target, bench: ServeBench) -> int | None:
