@@ -8,12 +8,13 @@ from router.http.exchange import Exchange
 
 
 def log_exchange(logger: logging.Logger, exchange: Exchange, duration_ms: float) -> None:
-    """Write the record: request id, client's id, method, path, status, ms, tokens, outcome.
+    """Write the record: request id, client's id, method, path, status, ms, outcome, and tokens where they were counted.
 
     A client that left is status 499 whatever head it was sent. The path is quoted: it is the client's text.
     """
     status = CLIENT_GONE_STATUS if exchange.gone else exchange.status
     usage = exchange.usage
+    tokens = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens} if usage else {}
     logger.info(
         "%s %s %d",
         quote(exchange.method),
@@ -27,8 +28,7 @@ def log_exchange(logger: logging.Logger, exchange: Exchange, duration_ms: float)
             "status": status,
             "ms": round(duration_ms, 1),
             "model": exchange.model,
-            "prompt_tokens": usage.prompt_tokens if usage else 0,
-            "completion_tokens": usage.completion_tokens if usage else 0,
             "outcome": exchange.outcome or "",
+            **tokens,
         },
     )

@@ -14,6 +14,7 @@ from common.errors import RequestInvalidError
 from common.within import within
 from router.http.errors import BodyTooLargeError, BodyTooSlowError
 from router.http.exchange import Exchange
+from router.http.json_fault import json_fault, without_place
 from router.http.json_runs import WINDOW_BYTES, RunCutter
 from router.http.number_run import MalformedJsonError, TokenIds
 from router.http.skeleton import decode_skeleton
@@ -100,8 +101,9 @@ class _DocumentReader:
                 raise self._fault
             self._cutter.finish()
         except MalformedJsonError as error:
-            raise RequestInvalidError(f"body: not valid JSON: {_without_offset(error)}") from None
-        return Document(decode_json(self._cutter.rest), self._vocab_size, self._cutter.runs)
+            raise RequestInvalidError(f"body: not valid JSON: {without_place(str(error))}") from None
+        cutter = self._cutter
+        return Document(decode_json(cutter.rest, is_whole=not cutter.runs), self._vocab_size, cutter.runs)
 
     async def _cut(self) -> None:
         text = b"".join(self._chunks)
@@ -123,8 +125,11 @@ class _DocumentReader:
                 await asyncio.sleep(0)
 
 
-def decode_json(text: bytes | bytearray) -> object:
-    """Plain JSON values. Raises RequestInvalidError: malformed, empty, not UTF-8, nested too deeply, out of range."""
+def decode_json(text: bytes | bytearray, *, is_whole: bool = True) -> object:
+    """Plain JSON values. Raises RequestInvalidError: malformed, empty, not UTF-8, nested too deeply, out of range.
+
+    `is_whole` is False for what is left of a body when its long runs were cut out.
+    """
     if not text or text.isspace():
         raise RequestInvalidError("body: empty; a JSON object is expected")
     try:
@@ -134,11 +139,6 @@ def decode_json(text: bytes | bytearray) -> object:
     except UnicodeDecodeError:
         raise RequestInvalidError("body: not UTF-8") from None
     except msgspec.DecodeError as error:
-        raise RequestInvalidError(f"body: not valid JSON: {error}") from None
+        raise RequestInvalidError(f"body: not valid JSON: {json_fault(text, error, is_whole=is_whole)}") from None
     except RecursionError:
         raise RequestInvalidError("body: nested too deeply") from None
-
-
-def _without_offset(error: MalformedJsonError) -> str:
-    """Offsets in one piece of a body would mislead."""
-    return str(error).partition(" (byte ")[0]

@@ -274,6 +274,7 @@ def test_the_access_log_has_one_record_per_request():
             await client.reply()
             record = (await http.access.arrived.get()).__dict__
             assert (record["path"], record["status"], record["client_id"]) == ("/a%0Ab", 404, "")
+            assert "prompt_tokens" not in record, "no token was counted, which is another thing than none"
 
     asyncio.run(run())
 
