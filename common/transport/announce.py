@@ -24,6 +24,7 @@ from common.transport.context import TransportContext
 from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
+from common.transport.own_socket import OwnSocket
 
 _LOG = logging.getLogger("kvferry.announce")
 FAILURES_TOLD = 3
@@ -166,20 +167,20 @@ class Announcer:
                     raise
 
 
-class AnnouncementListener:
+class AnnouncementListener(OwnSocket):
     """Hears announcements from one proxy. Never waits; owned by one thread or event loop (through AsyncReceiver)."""
 
+    WHAT = "the listener"
+
     def __init__(self, context: TransportContext, limits: Limits) -> None:
-        self._context = context
+        super().__init__(context)
         self._limits = limits
-        self._socket: zmq.Socket[bytes] | None = None
         self.malformed = 0
         """Messages dropped since they were no announcement of this protocol version."""
 
     def connect(self, endpoint: str) -> None:
         """Start to listen to the proxy's endpoint for workers."""
-        if self._socket is not None:
-            raise InvariantError("the listener is connected already")
+        self._demand_new()
         subscriber = self._context.open_socket(zmq.SUB, "announcement listener")
         try:
             options.apply(subscriber, ANNOUNCE_OPTIONS)
@@ -189,22 +190,6 @@ class AnnouncementListener:
             self._context.close_socket(subscriber)
             raise
         self._socket = subscriber
-
-    @property
-    def poll_handle(self) -> "zmq.Socket[bytes]":
-        """What a PollLoop waits for."""
-        if self._socket is None:
-            raise InvariantError("the listener is not connected")
-        return self._socket
-
-    @property
-    def fd(self) -> int:
-        """The descriptor that an event loop watches; see AsyncReceiver."""
-        return int(self.poll_handle.getsockopt(zmq.FD))
-
-    def readable(self) -> bool:
-        """Whether something came."""
-        return nowait.readable(self.poll_handle)
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[Envelope]:
         """Announcements that are there now; the message of each envelope is an `Announce`."""
@@ -218,9 +203,3 @@ class AnnouncementListener:
                 yield envelope
             else:
                 self.malformed += 1
-
-    def close(self) -> None:
-        """Stop listening. Twice does no harm."""
-        if self._socket is not None:
-            self._context.close_socket(self._socket)
-            self._socket = None

@@ -18,16 +18,18 @@ from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
 from common.transport.outbox import Outbox, SendResult
+from common.transport.own_socket import OwnSocket
 
 
-class LinkSocket:
+class LinkSocket(OwnSocket):
     """Sends to and receives from the node at one endpoint. `open`, `connect`, ..., `close`."""
 
+    WHAT = "the link"
+
     def __init__(self, context: TransportContext, own: Incarnation, socket_options: SocketOptions) -> None:
-        self._context = context
+        super().__init__(context)
         self._own = own
         self._options = socket_options
-        self._socket: zmq.Socket[bytes] | None = None
         self._endpoint = ""
         self._address = ""
         self._outbox = Outbox(socket_options.outbox_messages, socket_options.outbox_bytes)
@@ -38,8 +40,7 @@ class LinkSocket:
 
     def open(self) -> None:
         """Make the socket. A monitor is attached between this and `connect`."""
-        if self._socket is not None:
-            raise InvariantError("the link is open already")
+        self._demand_new()
         socket = self._context.open_socket(zmq.DEALER, "link socket")
         options.apply(socket, self._options)
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -64,35 +65,14 @@ class LinkSocket:
             self.connect(self._endpoint)
 
     @property
-    def is_open(self) -> bool:
-        """Between `open` and `close`."""
-        return self._socket is not None
-
-    @property
     def endpoint(self) -> str:
         """What it was connected to, as it was given."""
         return self._endpoint
 
     @property
-    def poll_handle(self) -> "zmq.Socket[bytes]":
-        """What a PollLoop waits for."""
-        if self._socket is None:
-            raise InvariantError("the link is not open")
-        return self._socket
-
-    @property
-    def fd(self) -> int:
-        """The descriptor that an event loop watches. Edge-triggered: see AsyncReceiver."""
-        return int(self.poll_handle.getsockopt(zmq.FD))
-
-    @property
     def has_pending(self) -> bool:
         """Whether the outbox is not empty: `flush` again soon."""
         return bool(self._outbox)
-
-    def readable(self) -> bool:
-        """Whether a message is there."""
-        return nowait.readable(self.poll_handle)
 
     def writable(self) -> bool:
         """Whether the connection stands and has room for a message."""
@@ -134,9 +114,7 @@ class LinkSocket:
         """Close the socket and drop what waits. Twice does no harm."""
         self._outbox.clear()
         self.after_send = None
-        if self._socket is not None:
-            self._context.close_socket(self._socket)
-            self._socket = None
+        super().close()
 
     def check_invariants(self) -> None:
         """The outbox keeps its bounds."""

@@ -12,10 +12,10 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from common.errors import InvariantError
 from common.transport import nowait
 from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
+from common.transport.own_socket import OwnSocket
 
 
 class LinkEvent(Enum):
@@ -53,18 +53,18 @@ class Monitored(Protocol):
         ...
 
 
-class LinkMonitor:
+class LinkMonitor(OwnSocket):
     """Connection events of one link. Opened between the link's `open` and `connect`, closed before or after it."""
 
+    WHAT = "the monitor"
+
     def __init__(self, context: TransportContext, link: Monitored) -> None:
-        self._context = context
+        super().__init__(context)
         self._link = link
-        self._socket: zmq.Socket[bytes] | None = None
 
     def open(self) -> None:
         """Start to watch. Belongs to the thread that owns the link."""
-        if self._socket is not None:
-            raise InvariantError("the monitor is open already")
+        self._demand_new()
         address = f"inproc://link-monitor-{os.urandom(8).hex()}"
         socket = self._context.open_socket(zmq.PAIR, "link monitor")
         # Without a bound: ZeroMQ's IO thread would wait in sending an event to a full monitor.
@@ -72,22 +72,6 @@ class LinkMonitor:
         self._link.poll_handle.monitor(address, sum(_EVENTS))
         socket.connect(address)
         self._socket = socket
-
-    @property
-    def poll_handle(self) -> "zmq.Socket[bytes]":
-        """What a PollLoop waits for."""
-        if self._socket is None:
-            raise InvariantError("the monitor is not open")
-        return self._socket
-
-    @property
-    def fd(self) -> int:
-        """The descriptor that an event loop watches; see AsyncReceiver."""
-        return int(self.poll_handle.getsockopt(zmq.FD))
-
-    def readable(self) -> bool:
-        """Whether an event is there."""
-        return nowait.readable(self.poll_handle)
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[LinkEvent]:
         """Events since the last call, oldest first."""
@@ -98,9 +82,6 @@ class LinkMonitor:
 
     def close(self) -> None:
         """Stop watching. Twice does no harm."""
-        if self._socket is None:
-            return
-        if self._link.is_open:
+        if self.is_open and self._link.is_open:
             self._link.poll_handle.monitor(None, 0)
-        self._context.close_socket(self._socket)
-        self._socket = None
+        super().close()

@@ -18,25 +18,26 @@ from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
 from common.transport.outbox import Outbox, SendResult
+from common.transport.own_socket import OwnSocket
 
 _INCARNATION_BYTES = 16
 
 
-class NodeSocket:
+class NodeSocket(OwnSocket):
     """Sends to any connected peer, receives from all. `bind` first, `close` last, both on the owning thread."""
 
+    WHAT = "the node socket"
+
     def __init__(self, context: TransportContext, socket_options: SocketOptions) -> None:
-        self._context = context
+        super().__init__(context)
         self._options = socket_options
-        self._socket: zmq.Socket[bytes] | None = None
         self._outboxes: dict[Incarnation, Outbox] = {}
         self.dropped: Counter[str] = Counter()
         """Messages that went nowhere: `overflow`, `unreachable` (to peers), `no_incarnation` (from peers)."""
 
     def bind(self, endpoint: str, *, allow_remote: bool = False) -> str:
         """Bind and return the endpoint with its real port. ConfigError when it may not or cannot be bound."""
-        if self._socket is not None:
-            raise InvariantError("a node socket binds once")
+        self._demand_new()
         socket = self._context.open_socket(zmq.ROUTER, f"node socket at {endpoint}")
         try:
             options.apply(socket, self._options)
@@ -48,11 +49,6 @@ class NodeSocket:
             raise
         self._socket = socket
         return bound
-
-    @property
-    def poll_handle(self) -> "zmq.Socket[bytes]":
-        """What a PollLoop waits for."""
-        return self._open_socket()
 
     @property
     def has_pending(self) -> bool:
@@ -94,7 +90,7 @@ class NodeSocket:
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[tuple[Incarnation, list[Frame]]]:
         """Messages that are there now, at most `limit`, each with the incarnation of who sent it."""
-        for frames in nowait.receive(self._open_socket(), limit, zero_copy=self._options.zero_copy):
+        for frames in nowait.receive(self.poll_handle, limit, zero_copy=self._options.zero_copy):
             if len(frames[0]) != _INCARNATION_BYTES:
                 self.dropped["no_incarnation"] += 1
                 continue
@@ -103,9 +99,7 @@ class NodeSocket:
     def close(self) -> None:
         """Close the socket and drop what waits. Twice does no harm."""
         self._outboxes.clear()
-        if self._socket is not None:
-            self._context.close_socket(self._socket)
-            self._socket = None
+        super().close()
 
     def check_invariants(self) -> None:
         """No outbox is kept empty, and each keeps its bounds."""
@@ -124,13 +118,8 @@ class NodeSocket:
     def _try_send(self, peer: Incarnation, frames: Sequence[Frame]) -> bool:
         """False when the peer is full; ConnectionError when there is no such peer."""
         try:
-            return nowait.send(self._open_socket(), [routing_id(peer), *frames], zero_copy=self._options.zero_copy)
+            return nowait.send(self.poll_handle, [routing_id(peer), *frames], zero_copy=self._options.zero_copy)
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
                 raise ConnectionError(peer) from None
             raise
-
-    def _open_socket(self) -> "zmq.Socket[bytes]":
-        if self._socket is None:
-            raise InvariantError("the node socket is not bound")
-        return self._socket
