@@ -1,5 +1,6 @@
 """Where a server is that a command asks, and whose fault it is when that one refuses. Reads texts; asks nobody."""
 
+import os
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -39,6 +40,13 @@ def parse_url(url: str) -> Target:
         raise ConfigError(expected)
     tls = parts.scheme == "https"
     return Target(host, port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+
+def why_unreachable(error: OSError) -> str:
+    """In the system's own words: event loops put addresses and numbers of their own into theirs."""
+    if isinstance(error, ConnectionError) and error.errno:
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or type(error).__name__
 
 
 def refusal(status: int, text: str) -> KvferryError:

@@ -165,7 +165,8 @@ class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Settings of one role's nodes; a key that is left out has [node]'s or [model]'s value."""
 
     name: str = ""
-    """The node's name in answers and logs. Empty means role, host name and process id."""
+    """The node's name in answers and logs. Empty means role, host name and process id.
+    `kvferry serve` names its nodes itself, prefill-0 say."""
     bind: str = "tcp://127.0.0.1:*"
     """Control endpoint to bind; a * takes a free port."""
     kv_bind: str = "tcp://127.0.0.1:*"

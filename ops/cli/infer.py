@@ -38,7 +38,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--json",
         action="store_true",
         help="print one JSON object, times in seconds. null in it: text without a tokenizer; finish_reason, usage, "
-        "ttft_s, tpot_s and nodes without --stream, for only a stream tells them; tpot_s of fewer than two tokens",
+        "ttft_s, tpot_s and nodes without --stream, for only a stream tells them; tpot_s and the decode node where the "
+        "first token was the last",
     )
     add_sampling_options(parser)
     parser.set_defaults(run=run)
@@ -97,13 +98,15 @@ def answer_lines(answer: "TokenAnswer", text: str | None, most: int) -> list[str
         lines.append(f"TTFT   {answer.ttft_s * 1000:.1f} ms")
     if answer.tpot_s is not None:
         lines.append(f"TPOT   {answer.tpot_s * 1000:.1f} ms")
-    if answer.prefill_node or answer.decode_node:
-        lines.append(f"nodes  prefill={answer.prefill_node} decode={answer.decode_node}")
+    named = [f"{role}={name}" for role, name in _nodes(answer).items() if name]
+    if named:
+        lines.append(f"nodes  {' '.join(named)}")
     return lines
 
 
 def answer_fields(answer: "TokenAnswer", text: str | None) -> dict[str, object]:
     """The answer for programs. Times in seconds."""
+    nodes = _nodes(answer)
     return {
         "token_ids": answer.token_ids,
         "text": text,
@@ -112,8 +115,12 @@ def answer_fields(answer: "TokenAnswer", text: str | None) -> dict[str, object]:
         "total_s": answer.total_s,
         "ttft_s": answer.ttft_s,
         "tpot_s": answer.tpot_s,
-        "nodes": {"prefill": answer.prefill_node, "decode": answer.decode_node} if answer.prefill_node else None,
+        "nodes": {role: name or None for role, name in nodes.items()} if any(nodes.values()) else None,
     }
+
+
+def _nodes(answer: "TokenAnswer") -> dict[str, str]:
+    return {"prefill": answer.prefill_node, "decode": answer.decode_node}
 
 
 def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":

@@ -10,7 +10,7 @@ import orjson
 
 from common.errors import ConfigError, KvferryError
 from ops.cli.sampling import Parameters
-from ops.target import parse_url, refusal
+from ops.target import parse_url, refusal, why_unreachable
 
 _DATA = "data:"
 _LONGEST_S = 3600.0
@@ -162,4 +162,7 @@ def _demand_ok(response: httpx.Response) -> None:
 
 
 def _unreachable(url: str, error: httpx.HTTPError) -> KvferryError:
-    return KvferryError(f"{url}: {error or type(error).__name__}")
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__  # the pool in between drops the first
+    return KvferryError(f"{url}: {why_unreachable(cause) if cause else error or type(error).__name__}")

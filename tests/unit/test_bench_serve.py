@@ -127,7 +127,7 @@ def test_a_request_that_takes_too_long_is_a_timeout(capsys: pytest.CaptureFixtur
         (("--concurrency", "0"), 2, "expected at least 1"),
         (("--rate", "nan"), 2, "above 0"),
         (("--requests", "many"), 2, "--requests"),
-        (("--url", "http://127.0.0.1:9"), 1, "http://127.0.0.1:9: "),
+        (("--url", "http://127.0.0.1:9"), 1, "http://127.0.0.1:9: Connection refused"),
     ],
 )
 def test_wrong_use(words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:

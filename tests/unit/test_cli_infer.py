@@ -133,6 +133,16 @@ def test_sampling_flags_become_parameters(router: Router):
     }
 
 
+def test_a_first_token_that_is_the_last_has_no_decode_node(router: Router, capsys):
+    ended = END | {"index": 1, "nodes": {"prefill": "p-0", "decode": ""}}
+    router.stream = events({"id": "1", "index": 0, "token_ids": [5]}, ended)
+    assert infer(router, "--stream") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nodes  prefill=p-0"
+    assert infer(router, "--stream", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["nodes"], answer["tpot_s"]) == ({"prefill": "p-0", "decode": None}, None)
+
+
 @pytest.mark.parametrize("mode", [[], ["--stream"]])
 def test_a_refusal_is_told_in_the_routers_words(router: Router, capsys, mode):
     router.status, router.unary = 429, b'{"error": "the queue is full", "error_type": "Too Many Requests"}'
@@ -170,7 +180,7 @@ def test_what_is_no_answer_is_an_error(router: Router, capsys, answer):
 def test_no_router_is_an_error(router: Router, capsys):
     assert main(["infer", "--url", "http://127.0.0.1:1", "--model", "m", "--tokens", "1"]) == 1
     err = capsys.readouterr().err
-    assert err == "kvferry infer: error: http://127.0.0.1:1: [Errno 111] Connection refused\n"
+    assert err == "kvferry infer: error: http://127.0.0.1:1: Connection refused\n"
 
 
 def test_text_without_a_tokenizer_is_wrong_use(router: Router, capsys, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import orjson
 from ops.bench.serve.connection import Connection, CutOffError
 from ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
 from ops.bench.serve.response import EventSplitter, MalformedAnswerError
-from ops.target import Target
+from ops.target import Target, why_unreachable
 
 _OK = 200
 
@@ -59,7 +59,7 @@ class Requester:
         except EventError as error:
             _fail(outcome, error.kind, str(error))
         except OSError as error:
-            _fail(outcome, "connect", error.strerror or str(error) or type(error).__name__)
+            _fail(outcome, "connect", why_unreachable(error))
         finally:
             outcome.ended = clock()
             self._give_back(connection)

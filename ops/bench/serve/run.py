@@ -18,7 +18,7 @@ from ops.bench.serve.load import Load, OnEnd, prompts, run_load
 from ops.bench.serve.report import Frame, ServeReport, make_report
 from ops.bench.serve.request import Requester
 from ops.bench.serve.response import MalformedAnswerError
-from ops.target import Target, parse_url, refusal
+from ops.target import Target, parse_url, refusal, why_unreachable
 
 Api = Literal["auto", "infer", "openai"]
 
@@ -134,7 +134,7 @@ async def _get(target: Target, path: str, url: str) -> tuple[int, bytes]:
     except MalformedAnswerError as error:
         raise KvferryError(f"{url}: {error}") from None
     except OSError as error:
-        raise KvferryError(f"{url}: {error.strerror or error}") from None
+        raise KvferryError(f"{url}: {why_unreachable(error)}") from None
     finally:
         if connection is not None:
             connection.close()
