@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from common.scheduling.drawn import Drawn
 from common.scheduling.step import StepPlan, StepResult
 from common.state.events import EngineFailed, Event, LayersDone, StepDone
 
@@ -33,6 +34,7 @@ class EngineThread:
         self._activate = activate
         self._post = post
         self._log = log
+        self._drawn = Drawn()
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -57,7 +59,9 @@ class EngineThread:
             self._activate()
             while (plan := self._plans.get()) is not None:
                 doing = f"step {plan.step_id}"
-                result = self._runner.execute(plan, self._reporter(plan) if plan.report_layers else None)
+                filled = self._drawn.fill(plan)
+                result = self._runner.execute(filled, self._reporter(plan) if plan.report_layers else None)
+                self._drawn.note(result)
                 self._post(StepDone(result))
         except Exception as error:  # noqa: BLE001  whatever it was, the device is in no known state: the process ends
             self._log.critical("%s failed", doing, exc_info=error)

@@ -27,6 +27,13 @@ class Batch:
             self._sequences[seq.seq_id] = seq
             self.budget_tokens -= count
 
+    def give_ahead(self, seq: Sequence) -> None:
+        """Compute the token that a step in flight draws for it, within the budget."""
+        if self.budget_tokens > 0:
+            self._shares[seq.seq_id] = 1
+            self._sequences[seq.seq_id] = seq
+            self.budget_tokens -= 1
+
     @property
     def is_empty(self) -> bool:
         """Whether nobody got a token, and nothing is copied."""
@@ -53,14 +60,17 @@ def _is_ferried(seq: Sequence) -> bool:
 
 def _schedule(seq: Sequence, count: int, pool: BlockPool) -> ScheduledSequence:
     start, end = seq.num_scheduled_tokens, seq.num_scheduled_tokens + count
-    sample = end == len(seq.token_ids)
+    ahead = end > len(seq.token_ids)
+    sample = ahead or end == len(seq.token_ids)
     seq.num_scheduled_tokens = end
     seq.steps_in_flight += 1
+    seq.num_undrawn += sample
     return ScheduledSequence(
         seq_id=seq.seq_id,
-        token_ids=seq.token_ids[start:end],
+        token_ids=array("I", (0,)) if ahead else seq.token_ids[start:end],
         start_position=start,
         block_table=pool.table(seq.seq_id)[: pool.blocks_for(end)],
         sample=sample,
         seed_position=end if sample else -1,
+        after_draw=ahead,
     )

@@ -31,7 +31,11 @@ class Planner:
         """Share the batch's budget out."""
         self._room.make(batch, now, events)
         for seq in self._table.members(Status.DECODING).values():
-            if self._room.has_room(seq):
+            if not self._room.has_room(seq):
+                continue
+            if seq.may_go_ahead:
+                batch.give_ahead(seq)
+            else:
                 batch.give(seq, 1)
         self._give_to_prompts(batch, now, may_start, events)
 

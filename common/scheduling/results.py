@@ -1,4 +1,8 @@
-"""What a step's result does to the sequences in it. Changes sequences through their table only."""
+"""What a step's result does to the sequences in it. Changes sequences through their table only.
+
+What comes for a sequence that has ended is dropped: it was aborted, or the step was planned ahead of the token that
+ended it. Its blocks stay until the last step that names it is back.
+"""
 
 from common.errors import InvariantError
 from common.kv.block_pool import BlockPool
@@ -26,6 +30,7 @@ class Results:
         for part in plan.scheduled:
             seq = self._table.get(part.seq_id)
             seq.steps_in_flight -= 1
+            seq.num_undrawn -= part.sample
             why = result.failed.get(part.seq_id)
             if why is not None:
                 self._fail(seq, why, events)
@@ -57,11 +62,14 @@ class Results:
         events.append(Failed(seq.seq_id, why))
 
     def _advance(self, seq: Sequence, part: ScheduledSequence, token: int | None, events: list[SchedulerEvent]) -> None:
-        start, end = part.start_position, part.start_position + len(part.token_ids)
+        # Of one that ended before its token came, a step planned ahead computed a position whose id nobody keeps.
+        start, end = part.start_position, min(part.start_position + len(part.token_ids), len(seq.token_ids))
         seq.num_computed_tokens = end
         if seq.trusted and end // self._pool.block_size > start // self._pool.block_size:
             self._pool.publish(seq.seq_id, seq.token_ids, end)
         if seq.status is Status.ENDED:
+            if not seq.steps_in_flight:
+                seq.num_scheduled_tokens = end
             self._table.settle(seq)
             return
         reason = None

@@ -4,11 +4,14 @@ Best first, by class and age. When no block is left the worst goes to the host, 
 there either. What is swapped out returns when there is room for it and for all that decode to grow: nothing new starts
 meanwhile (`admission.py`), and what cannot return for `swap_wait_s` is given back. The best of all never waits for
 worse ones: should it be swapped out, it takes their blocks.
+
+A step is planned ahead of one in flight only while nobody lacks a block: what has to give its own is in no step then.
 """
 
 from math import ceil
 
 from common.kv.block_pool import BlockPool
+from common.scheduling.admission import AWAY
 from common.scheduling.batch import Batch
 from common.scheduling.events import GivenBack, SchedulerEvent
 from common.scheduling.preemption import best_of, choose_victim, rank
@@ -50,6 +53,17 @@ class Room:
                     self._give_back(victim, events)
         self._let_return(batch)
 
+    def make_ahead(self) -> bool:
+        """While a step is in flight: a place for the next token of all that decode, also behind one that is being
+        drawn. False, and nothing changed: not for all, or somebody is swapped out. Then the step comes back first."""
+        if self._table.count(*AWAY):
+            return False
+        decoding = self._members(Status.DECODING)
+        lacking = [s for s in decoding if (s.num_unscheduled_tokens > 0 or s.may_go_ahead) and not self.has_room(s)]
+        if len(lacking) > self._pool.num_free:
+            return False
+        return all(self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1) for seq in lacking)
+
     def has_room(self, seq: Sequence) -> bool:
         """Whether its blocks have a place for the next token that it computes."""
         return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
@@ -60,7 +74,7 @@ class Room:
 
     def _needy(self, best: Sequence | None) -> list[Sequence]:
         """Those that decode and have no place for their next token, and the best of all if it is swapped out."""
-        needy = [s for s in self._members(Status.DECODING) if s.num_unscheduled_tokens and not self.has_room(s)]
+        needy = [s for s in self._members(Status.DECODING) if s.num_unscheduled_tokens > 0 and not self.has_room(s)]
         if best is not None and best.status is Status.SWAPPED:
             needy.append(best)
         return sorted(needy, key=rank)

@@ -7,8 +7,9 @@ The life of a sequence here:
  4. Mode `prefill`: it stops as PREFILLED (`Prefilled`) until `release`. Mode `decode`: it goes on to 7.
  5. `reserve`: blocks for KV that another node sends; leading ones may come from the prefix cache.
  6. `commit`: owned for good; `activate`: all KV is there, it goes on from the handed token.
- 7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`. When blocks run out
-    it may be swapped to the host and back; nothing is told of that.
+ 7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`. The next step may be
+    planned before its token is known. When blocks run out it may be swapped to the host and back; nothing is told of
+    that.
 
 Blocks of an ended sequence are freed when no step in flight names it and nobody has it pinned: the engine may still
 write them, a transport may still read them. The parts: `sequence_table` (who is where), `admission` (who may have
@@ -188,10 +189,13 @@ class Scheduler:
     def schedule(self, now: float, may_start: MayStart | None = None) -> Scheduled:
         """Plan the next step: decoding sequences first, then prompts. It may hold nothing but copies.
 
+        While one is in flight: for the tokens that it draws as well, or not at all if somebody lacks a block for that.
         `may_start` is asked for the head of the queue before it starts; False keeps it there, and all behind it.
         """
         events, self._events = self._events, []
         if not len(self._table) or len(self._in_flight) >= self._config.max_steps_in_flight:
+            return Scheduled(None, events)
+        if self._in_flight and not self._room.make_ahead():
             return Scheduled(None, events)
         batch = Batch(self._config.max_step_tokens)
         self._planner.fill(batch, now, may_start or _always, events)
@@ -311,9 +315,18 @@ class Scheduler:
             raise InvariantError("scheduler: the queue and the waiting sequences differ")
         if self._admission.num_running > self._config.max_running:
             raise InvariantError("scheduler: more run than max_running")
+        self._check_draws()
         for part in (part for plan in self._in_flight for part in plan.scheduled):
             if not self._pool.is_writable(part.seq_id, part.start_position, part.start_position + len(part.token_ids)):
                 raise InvariantError(f"scheduler: sequence {part.seq_id} writes a block that is final or shared")
+
+    def _check_draws(self) -> None:
+        """Sequences know how many tokens are drawn for them, and one that is copied away is in no other step."""
+        draws = Counter(part.seq_id for plan in self._in_flight for part in plan.scheduled if part.sample)
+        if draws != Counter(self._table.num_undrawn):
+            raise InvariantError("scheduler: counts of tokens being drawn are wrong")
+        if len(self._in_flight) > 1 and any(plan.swap_out for plan in self._in_flight):
+            raise InvariantError("scheduler: a step that copies sequences away is not alone in flight")
 
 
 def _always(_: SequenceSpec) -> bool:

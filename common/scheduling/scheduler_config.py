@@ -20,6 +20,7 @@ class SchedulerConfig:
     max_running: int = 256
     """Sequences that compute, decode, or are reserved, together."""
     max_steps_in_flight: int = 1
+    """From 2 on the next step of what decodes is planned while its token is being drawn."""
     aging_s: float = 10.0
     """Waiting this long raises a sequence by one priority class."""
     max_preempt: int = 3

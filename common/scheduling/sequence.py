@@ -98,7 +98,8 @@ class SequenceSpec:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence under way. 0 <= num_computed_tokens <= num_scheduled_tokens <= len(token_ids)."""
+    """A sequence under way. 0 <= num_computed_tokens <= num_scheduled_tokens <= len(token_ids), or one id more while
+    a step is planned ahead."""
 
     seq_id: int
     spec: SequenceSpec
@@ -110,9 +111,11 @@ class Sequence:
     num_computed_tokens: int = 0
     """Positions below it have KV."""
     num_scheduled_tokens: int = 0
-    """Positions below it have KV or get it from a step in flight."""
+    """Positions below it have KV or get it from a step in flight; with the first of two ids that are being drawn."""
     steps_in_flight: int = 0
     """Steps that compute it, and steps that copy its blocks; one that does both counts twice."""
+    num_undrawn: int = 0
+    """Steps in flight that draw a token for it: two when the later one was planned ahead."""
     swapped_at: float = 0.0
     """When it was last swapped out, in seconds of the scheduler's clock."""
     pins: int = 0
@@ -130,8 +133,14 @@ class Sequence:
 
     @property
     def num_unscheduled_tokens(self) -> int:
-        """Known ids that no step has computed or computes."""
+        """Known ids that no step has computed or computes; -1 when the id that is being drawn is scheduled too."""
         return len(self.token_ids) - self.num_scheduled_tokens
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether the token that a step in flight draws may be computed by the next one: it may be the last only by
+        what it is, not by the number of tokens."""
+        return self.num_undrawn == 1 and self.num_outputs + 1 < self.spec.sampling.max_new_tokens
 
     def move(self, to: Status) -> None:
         """Change the status; InvariantError with the story when the table has no such row."""

@@ -106,6 +106,11 @@ class SequenceTable:
         seq.pins -= 1
         self.settle(seq)
 
+    @property
+    def num_undrawn(self) -> dict[int, int]:
+        """seq_id -> tokens that are being drawn for it, of those with any."""
+        return {seq.seq_id: seq.num_undrawn for seq in self._sequences.values() if seq.num_undrawn}
+
     def take_finished(self) -> tuple[int, ...]:
         """Forgotten sequences that the model runner knows; each is told once."""
         finished, self._to_announce_finished = tuple(self._to_announce_finished), []
@@ -126,8 +131,10 @@ class SequenceTable:
             self._check_blocks(self._sequences[seq_id])
 
     def _check_blocks(self, seq: Sequence) -> None:
-        if not 0 <= seq.num_computed_tokens <= seq.num_scheduled_tokens <= len(seq.token_ids):
+        if not 0 <= seq.num_computed_tokens <= seq.num_scheduled_tokens <= len(seq.token_ids) + _num_ahead(seq):
             raise InvariantError(f"sequence {seq.seq_id}: computed, scheduled, known are out of order")
+        if seq.status is not Status.ENDED and seq.num_outputs + seq.num_undrawn > seq.spec.sampling.max_new_tokens:
+            raise InvariantError(f"sequence {seq.seq_id}: more tokens are being drawn than it may have")
         if seq.num_scheduled_tokens > seq.num_computed_tokens and not seq.steps_in_flight:
             raise InvariantError(f"sequence {seq.seq_id}: tokens are scheduled in no step")
         if seq.status is Status.ENDED and not (seq.steps_in_flight or seq.pins):
@@ -137,3 +144,11 @@ class SequenceTable:
             raise InvariantError(f"sequence {seq.seq_id}: blocks for {capacity} tokens are too few")
         if self._pool.num_published_tokens(seq.seq_id) > seq.num_computed_tokens:
             raise InvariantError(f"sequence {seq.seq_id}: more is published than computed")
+
+
+def _num_ahead(seq: Sequence) -> int:
+    """Positions that may be scheduled although no id is known there: that of the first of two tokens being drawn. What
+    comes for an ended sequence is not kept, so that the second one alone may stand for it."""
+    if seq.status is Status.ENDED:
+        return min(1, seq.num_undrawn)
+    return 1 if seq.num_undrawn == 2 else 0

@@ -32,7 +32,8 @@ class ScheduledSequence:
 
     seq_id: int
     token_ids: TokenIds
-    """The ids to compute in this step (typecode 'I'), at positions start_position, start_position + 1, ..."""
+    """The ids to compute in this step (typecode 'I'), at positions start_position, start_position + 1, ... A single 0
+    with `after_draw`."""
     start_position: int
     """Equals num_computed_tokens; positions below it are in the cache already."""
     block_table: tuple[int, ...]
@@ -41,6 +42,8 @@ class ScheduledSequence:
     """Whether the last position's logits are wanted and a token is drawn for the position after it."""
     seed_position: int = -1
     """Absolute position of the token to be drawn (start_position + len(token_ids)); -1 when sample is False."""
+    after_draw: bool = False
+    """Planned ahead: the one id to compute is what the step before draws for this sequence (`drawn.py` puts it in)."""
 
 
 @dataclass(frozen=True, slots=True)

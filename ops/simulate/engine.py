@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.sampling_params import SamplingParams
+from common.scheduling.drawn import Drawn
 from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 from common.state.events import Event, LayersDone, StepDone
 from ops.simulate.clock import EventLoop
@@ -48,6 +49,7 @@ class SimEngine:
     """Wedged, frozen or dead: the step in progress does not end while this holds."""
     _queue: deque[StepPlan] = field(default_factory=deque)
     _sequences: dict[int, _Running] = field(default_factory=dict)
+    _drawn: Drawn = field(default_factory=Drawn)
     _stage: tuple[StepPlan, int] | None = None
     """The step in progress, and how many of its layers are done; COPYING before the first."""
     _deed: int = 0
@@ -74,7 +76,7 @@ class SimEngine:
             self._begin()
 
     def _begin(self) -> None:
-        plan = self._queue.popleft()
+        plan = self._drawn.fill(self._queue.popleft())
         for seq_id in plan.finished:
             self._sequences.pop(seq_id, None)
         for new in plan.new:
@@ -152,7 +154,9 @@ class SimEngine:
                 self._plan_next_layer()
             return
         self._stage = None
-        self.post(StepDone(self._result(plan)))
+        result = self._result(plan)
+        self._drawn.note(result)
+        self.post(StepDone(result))
         if self._stage is None and self._queue and not self.stopped:
             self._begin()
 

@@ -12,6 +12,7 @@ from zlib import crc32
 from common.kv.block_pool import BlockPool
 from common.kv.host_pool import HostPool
 from common.sampling_params import SamplingParams
+from common.scheduling.drawn import Drawn
 from common.scheduling.events import SchedulerEvent
 from common.scheduling.scheduler import Scheduler
 from common.scheduling.scheduler_config import SchedulerConfig
@@ -65,6 +66,7 @@ class FakeRunner:
         self.host_slots: dict[int, int] = {}
         self.known: dict[int, array[int]] = {}
         self.ever_known: set[int] = set()
+        self.drawn = Drawn()
 
     def slot(self, table: tuple[int, ...], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
@@ -79,6 +81,7 @@ class FakeRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute a step as if all of it happened now."""
+        plan = self.drawn.fill(plan)
         self._copy(plan)
         for seq_id in plan.finished:
             del self.known[seq_id]
@@ -86,9 +89,11 @@ class FakeRunner:
             assert new.seq_id not in self.ever_known, "announced twice"
             self.ever_known.add(new.seq_id)
             self.known[new.seq_id] = array("I", new.token_ids)
-        return StepResult(
+        result = StepResult(
             plan.step_id, {part.seq_id: self._draw(part) for part in plan.scheduled if self._compute(part)}
         )
+        self.drawn.note(result)
+        return result
 
     def _copy(self, plan: StepPlan) -> None:
         for copies in plan.swap_out:

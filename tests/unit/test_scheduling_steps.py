@@ -234,7 +234,7 @@ def test_one_step_in_flight_unless_told_otherwise():
 
 def test_a_second_step_goes_on_where_the_first_ends_and_draws_no_token_twice():
     node = node_with(max_steps_in_flight=2)
-    first = node.scheduler.add(make_spec(16, max_new_tokens=3), 0.0)
+    first = node.scheduler.add(make_spec(16, max_new_tokens=2), 0.0)
     plans = [node.schedule(), node.schedule()]
     assert [shape(plan) for plan in plans] == [[(first, 0, 8, False)], [(first, 8, 8, True)]]
     assert node.schedule() is None
@@ -243,7 +243,7 @@ def test_a_second_step_goes_on_where_the_first_ends_and_draws_no_token_twice():
         node.finish(plan)
     one = node.schedule()
     assert shape(one) == [(first, 16, 1, True)]
-    assert node.schedule() is None, "its next token is not known yet"
+    assert node.schedule() is None, "its last token is being drawn"
     assert one is not None
     node.finish(one)
     node.run()

@@ -1,0 +1,56 @@
+"""The engine thread: plans in their order, with true ids in place of those that were drawn meanwhile."""
+
+import logging
+from array import array
+from collections.abc import Callable
+
+from common.node.engine_thread import EngineThread
+from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from common.state.events import Event, LayersDone, StepDone
+
+
+def part(token_id: int, position: int, *, ahead: bool = False) -> ScheduledSequence:
+    return ScheduledSequence(7, array("I", [token_id]), position, (0, 1), True, position + 1, after_draw=ahead)
+
+
+class CountingRunner:
+    """Draws 101, 102 and so on for sequence 7; the second step fails."""
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan, on_layers_done: Callable[[int], None] | None) -> StepResult:
+        self.plans.append(plan)
+        if on_layers_done is not None:
+            on_layers_done(1)
+        if plan.step_id == 2:
+            return StepResult(2, failed={7: "not a number"})
+        return StepResult(plan.step_id, {7: 100 + plan.step_id})
+
+
+def run(*plans: StepPlan) -> tuple[list[StepPlan], list[Event]]:
+    """What the runner was given, and what was posted."""
+    runner, posted = CountingRunner(), list[Event]()
+    engine = EngineThread(runner, lambda: None, posted.append, logging.getLogger("test"))
+    for plan in plans:
+        engine.submit(plan)
+    engine.start()
+    assert engine.stop(10.0)
+    return runner.plans, posted
+
+
+def test_a_step_planned_ahead_computes_what_the_step_before_drew():
+    plans, posted = run(StepPlan(1, (part(5, 3),)), StepPlan(3, (part(0, 4, ahead=True),)))
+    assert plans == [StepPlan(1, (part(5, 3),)), StepPlan(3, (part(101, 4),))]
+    assert posted == [StepDone(StepResult(1, {7: 101})), StepDone(StepResult(3, {7: 103}))]
+
+
+def test_behind_a_failure_it_computes_some_id():
+    plans, posted = run(StepPlan(2, (part(5, 3),)), StepPlan(3, (part(0, 4, ahead=True),)))
+    assert plans[1] == StepPlan(3, (part(0, 4),))
+    assert posted[0] == StepDone(StepResult(2, failed={7: "not a number"}))
+
+
+def test_layers_are_told_of_the_step_that_reports_them():
+    _, posted = run(StepPlan(1, (part(5, 3),)), StepPlan(3, (part(0, 4, ahead=True),), report_layers=True))
+    assert [event for event in posted if isinstance(event, LayersDone)] == [LayersDone(3, 1)]
