@@ -41,6 +41,7 @@ from router.core.request import Request
 from router.core.requests import RequestTable
 from tests.simulation import swap_patches as swaps
 from tests.simulation.mutation import Mutation, Patched, none, nothing
+from tests.simulation.mutations_ahead import AHEAD_MUTATIONS
 from tests.simulation.mutations_links import LINK_MUTATIONS
 from tests.simulation.mutations_steps import STEP_MUTATIONS
 
@@ -352,6 +353,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a sequence returns without its KV", "36", Swapping, "swap_in", swaps.return_uncopied, "swap"),
     Mutation("what is swapped out is forgotten", "36", Swapping, "swap_in", _never, "swap"),
     Mutation("host blocks are never free again", "36", HostPool, "release", none, "swap"),
+    *AHEAD_MUTATIONS,
     *LINK_MUTATIONS,
     *STEP_MUTATIONS,
 )

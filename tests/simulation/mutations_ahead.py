@@ -1,0 +1,61 @@
+"""Seeded defects of steps that are planned ahead of a token still being drawn. See mutations.py."""
+
+from common.scheduling.batch import Batch
+from common.scheduling.drawn import Drawn
+from common.scheduling.events import FinishReason, SchedulerEvent
+from common.scheduling.results import Results
+from common.scheduling.room import Room
+from common.scheduling.sequence import Sequence
+from common.scheduling.step import StepResult
+from tests.simulation.mutation import Mutation, Patched
+
+
+def _free_at_the_end(right: Patched) -> Patched:
+    def tell_token(self: Results, seq: Sequence, reason: FinishReason | None, events: list[SchedulerEvent]) -> object:
+        goes_on = right(self, seq, reason, events)
+        if not goes_on and seq.steps_in_flight:
+            self._pool.release(seq.seq_id)
+        return goes_on
+
+    return tell_token
+
+
+def _overlook_the_end(right: Patched) -> Patched:
+    def finish_reason(self: Sequence, eos_token_ids: frozenset[int]) -> object:
+        return None if self.num_undrawn else right(self, eos_token_ids)
+
+    return finish_reason
+
+
+def _past_the_length(_: Patched) -> object:
+    return property(lambda self: self.num_undrawn == 1)
+
+
+def _while_short(right: Patched) -> Patched:
+    return lambda self: right(self) or True
+
+
+def _drawn_before(_: Patched) -> Patched:
+    def note(self: Drawn, result: StepResult) -> None:
+        for seq_id, token in result.sampled.items():
+            self._last.setdefault(seq_id, token)
+
+    return note
+
+
+def _twice_the_same(right: Patched) -> Patched:
+    def give_ahead(self: Batch, seq: Sequence) -> None:
+        seq.num_scheduled_tokens -= 1
+        right(self, seq)
+
+    return give_ahead
+
+
+AHEAD_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("blocks are freed while a step ahead writes them", "5", Results, "_tell_token", _free_at_the_end),
+    Mutation("an end is overlooked when a step is ahead of it", "31", Sequence, "finish_reason", _overlook_the_end),
+    Mutation("a step is planned ahead past the last token", "31", Sequence, "may_go_ahead", _past_the_length),
+    Mutation("a step ahead computes a token drawn long before", "32", Drawn, "note", _drawn_before),
+    Mutation("a step ahead writes where the one before writes", "32", Batch, "give_ahead", _twice_the_same),
+    Mutation("a step is planned ahead while blocks are short", "36", Room, "make_ahead", _while_short, "swap"),
+)
