@@ -42,6 +42,8 @@ class NodeSettings:
     """Of each rank."""
     max_step_tokens: int
     max_running: int
+    steps_in_flight: int | None
+    """As configured; None: by the device."""
     graph_batches: tuple[int, ...]
     """None above max_running; empty where nothing decodes."""
     prefix_cache: bool
@@ -89,6 +91,7 @@ def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSett
         swap_bytes_most=int(host.free_memory_bytes * _SWAP_MOST_SHARE) // nodes,
         max_step_tokens=max_step_tokens,
         max_running=max_running,
+        steps_in_flight=node.steps_in_flight,
         graph_batches=() if role == "prefill" else _graph_batches(node.graph_batches, max_running),
         prefix_cache=node.prefix_cache,
         checksum=node.checksum,

@@ -137,6 +137,10 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tokens computed in one step, prefill chunks and decode tokens together: how finely a long prompt is cut."""
     max_running: Positive = 128
     """Requests that a node computes at the same time; never more than max_step_tokens."""
+    steps_in_flight: Annotated[int, Meta(ge=1, le=2)] | None = None
+    """Steps that the engine has been given at a time. 2: the next one is planned while one is computed, so that the
+    engine never waits for the node's other work; a request that comes then waits for one step more. Worked out: 1 on a
+    CPU, 2 on other devices."""
     graph_batches: tuple[Positive, ...] | None = None
     """Numbers of sequences for which a step that only decodes is recorded at the start and replayed as a whole (CUDA
     graphs, and the NPU's), filled up to the next number; other steps are started kernel by kernel. Worked out: 1, 2, 4

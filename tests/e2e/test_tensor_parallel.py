@@ -21,7 +21,12 @@ PROMPT = random_prompt(21, 60, VOCAB_SIZE)
 
 @pytest.fixture(scope="module")
 def cluster(serve: Serve) -> Iterator[Served]:
-    settings = {"node.tensor_parallel": 2, "serve.restart_min_s": 0.1, "node.kv_cache_bytes": 16 << 20}
+    settings = {
+        "node.tensor_parallel": 2,
+        "node.steps_in_flight": 2,
+        "serve.restart_min_s": 0.1,
+        "node.kv_cache_bytes": 16 << 20,
+    }
     with serve(workers=1, settings=settings) as cluster:
         yield cluster
 

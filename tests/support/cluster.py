@@ -68,6 +68,7 @@ class ClusterOptions:
     """Of each decode node."""
     max_step_tokens: int = 32
     max_running: int = 32
+    steps_in_flight: int = 2
     graph_batches: tuple[int, ...] = ()
     """Without effect where the device has no graphs."""
     prefix_cache: bool = True
@@ -257,6 +258,7 @@ class Cluster:
             threads=1,
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,
+            steps_in_flight=options.steps_in_flight,
             graph_batches=() if role == "prefill" else options.graph_batches,
             prefix_cache=options.prefix_cache,
             checksum=options.checksum,

@@ -224,6 +224,14 @@ def test_swap_memory_is_for_nodes_that_decode_and_bounded_by_what_is_free():
     assert resolve_node(load_set(), "decode", HOST).swap_bytes is None
 
 
+def test_at_most_two_steps_are_in_flight():
+    assert resolve_node(load_set(), "decode", HOST).steps_in_flight is None
+    assert resolve_node(load_set("node.steps_in_flight=2"), "prefill", HOST).steps_in_flight == 2
+    for number in (0, 3):
+        with pytest.raises(ConfigError, match=r"node\.steps_in_flight"):
+            load_set(f"node.steps_in_flight={number}")
+
+
 def test_kv_cache_default_has_both_ends():
     assert default_kv_cache_bytes(1 << 20, 2) == 64 << 20
     assert default_kv_cache_bytes(8 << 30, 2) == int((8 << 30) * 0.1) // 2
