@@ -11,13 +11,14 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from common.errors import KvferryError
+from common.errors import ConfigError, KvferryError
 from ops.bench.serve.dialect import InferDialect
 from ops.bench.serve.load import Load, prompts, run_load
 from ops.bench.serve.report import Frame, ServeReport, Spread, make_report
@@ -26,6 +27,7 @@ from ops.bench.serve.run import ServeBench, measure
 from ops.cli.errors import DONE, report
 from ops.cli.numbers import above_zero, positive, whole
 from ops.launcher.started import started_cluster
+from ops.model_choice import option_model
 from ops.target import parse_url
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ _FEW_IDS = 100
 _MANY_PROMPTS = 64
 """Made at once; more follow when these have been answered."""
 _PROMPT_ANSWER = 2
+_NO_MATPLOTLIB = "--plot needs matplotlib: pip install -e '.[plot]' in kvferry's directory"
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -108,11 +111,11 @@ def table(sides: Sequence[Side]) -> Iterator[str]:
 
 
 def plot(sides: Sequence[Side], path: Path) -> None:
-    """Bars of both times. KvferryError without matplotlib."""
+    """Bars of both times. ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise KvferryError("--plot needs matplotlib: pip install -e '.[plot]' in kvferry's directory") from None
+        raise ConfigError(_NO_MATPLOTLIB) from None
     figure = Figure(figsize=(10, 4), layout="constrained")
     between, first = figure.subplots(1, 2)
     _bars(between, sides, {
@@ -150,6 +153,7 @@ def main() -> int:
     """See the module's docstring."""
     args = _parser().parse_args()
     try:
+        _check(args)
         sides = [_run(layout, args) for layout in args.layout or LAYOUTS]
         sys.stdout.write("\n".join(table(sides)) + "\n")
         if args.json is not None:
@@ -159,6 +163,17 @@ def main() -> int:
     except KvferryError as error:
         return report(error, "ops.bench.interference", debug=False)
     return DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What would fail after minutes fails now."""
+    if args.model:
+        option_model(args.model)
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{option}: {path.parent} is no directory")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError(_NO_MATPLOTLIB)
 
 
 def _run(layout: str, args: argparse.Namespace) -> Side:
@@ -172,7 +187,7 @@ def _run(layout: str, args: argparse.Namespace) -> Side:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ops.bench.interference", description=__doc__)
     parser.add_argument(
-        "--model", type=Path, help="a HuggingFace directory or GGUF file; default: the small real model"
+        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"
     )
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument(

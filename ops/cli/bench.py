@@ -3,7 +3,6 @@
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from common.config.host import probe_host
 from common.errors import ConfigError
@@ -69,10 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from ops.bench.peers.run import installed, measure_peers
     from ops.bench.ranks import Weights
     from ops.bench.report import table
+    from ops.model_choice import option_model
 
-    path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
-    if not path.exists():
-        raise ConfigError(f"--model: {path} is not there")
+    path = option_model(args.model)
     name = path.resolve().stem if args.model else model_store.MODEL_NAME
     progress = sys.stderr.isatty()
     peers = installed([sys.executable, *args.peer_python]) if args.peers else {}

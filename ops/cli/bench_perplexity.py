@@ -46,12 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
     from common.device.select import select_device
     from common.tokenizer import load_tokenizer
-    from ops import model_store
     from ops.bench.perplexity import run_perplexity, table
+    from ops.model_choice import option_model
 
-    path = Path(args.model).expanduser() if args.model else model_store.ensure_model()
-    if not path.exists():
-        raise ConfigError(f"--model: {path} is not there")
+    path = option_model(args.model)
     text = args.text or DEFAULT_TEXT
     ids = load_tokenizer(path).encode(_read(text))[: args.tokens]
     if len(ids) < _LEAST_TOKENS:

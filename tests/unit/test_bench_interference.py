@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import KvferryError
-from ops.bench.interference import Side, plot, table
+from common.errors import ConfigError, KvferryError
+from ops.bench.interference import Side, main, plot, table
 from ops.bench.serve.load import Load
 from ops.bench.serve.report import Frame, ServeReport, make_report
 from ops.bench.serve.request import Outcome
@@ -50,5 +50,19 @@ def test_a_picture(tmp_path: Path):
 
 def test_without_matplotlib_it_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(KvferryError, match="needs matplotlib"):
+    with pytest.raises(ConfigError, match="needs matplotlib"):
         plot(sides(), tmp_path / "out.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--model", "/no/such"], "--model: /no/such is not there"),
+        (["--json", "/no/such/file.json"], "--json: /no/such is no directory"),
+        (["--plot", "/no/such/file.png"], "--plot: /no/such is no directory"),
+    ],
+)
+def test_what_would_fail_in_the_end_fails_at_once(words, told, capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["interference", *words])
+    assert main() == 2
+    assert capsys.readouterr().err == f"ops.bench.interference: error: {told}\n"
