@@ -73,16 +73,21 @@ def run(args: argparse.Namespace) -> int:
 def show_stream(
     client: "TokenClient", prompt: list[int], parameters: Parameters, tokenizer: "Tokenizer | None"
 ) -> "TokenAnswer":
-    """Stream an answer to stdout, as text where there is a tokenizer, else as ids; ends the line."""
+    """Stream an answer to stdout, as text where there is a tokenizer, else as ids; a line that was begun is ended."""
     pieces = tokenizer.stream() if tokenizer is not None else None
+    is_begun = False
 
     def show(token_ids: list[int]) -> None:
+        nonlocal is_begun
+        is_begun = True
         shown = pieces.push(token_ids) if pieces is not None else "".join(f"{token_id} " for token_id in token_ids)
         print(shown, end="", flush=True)
 
-    answer = client.stream(prompt, parameters, show)
-    print(pieces.flush() if pieces is not None else "")
-    return answer
+    try:
+        return client.stream(prompt, parameters, show)
+    finally:
+        if is_begun:
+            print(pieces.flush() if pieces is not None else "", flush=True)
 
 
 def answer_lines(answer: "TokenAnswer", text: str | None, most: int) -> list[str]:

@@ -273,6 +273,15 @@ def test_text_streams_as_it_comes(router: Router, capsys):
     assert answer_lines(answer, tokenizer.decode(answer.token_ids), 3)[0] == "text   'three four five'"
 
 
+def test_a_stream_that_breaks_ends_its_line(router: Router, capsys):
+    router.stream = events({"id": "1", "index": 0, "token_ids": [5, 6]})
+    assert infer(router, "--stream") == 1
+    assert capsys.readouterr().out == "5 6 \n"
+    router.stream = b""
+    assert infer(router, "--stream") == 1
+    assert capsys.readouterr().out == ""
+
+
 def test_one_token_has_no_time_between_tokens():
     lines = answer_lines(TokenAnswer([5], 0.5, ttft_s=0.25), None, 1)
     assert lines == ["ids    [5]", "tokens 1 of at most 1 in 0.500 s", "TTFT   250.0 ms"]
