@@ -321,11 +321,12 @@ class Scheduler:
                 raise InvariantError(f"scheduler: sequence {part.seq_id} writes a block that is final or shared")
 
     def _check_draws(self) -> None:
-        """Sequences know how many tokens are drawn for them, and one that is copied away is in no other step."""
+        """Sequences know how many tokens are drawn for them, and nothing is computed while one is copied away to make
+        room. (One that ended meanwhile makes none before that step is back.)"""
         draws = Counter(part.seq_id for plan in self._in_flight for part in plan.scheduled if part.sample)
         if draws != Counter(self._table.num_undrawn):
             raise InvariantError("scheduler: counts of tokens being drawn are wrong")
-        if len(self._in_flight) > 1 and any(plan.swap_out for plan in self._in_flight):
+        if len(self._in_flight) > 1 and self._table.count(Status.SWAPPING):
             raise InvariantError("scheduler: a step that copies sequences away is not alone in flight")
 
 

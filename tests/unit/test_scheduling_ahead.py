@@ -308,3 +308,20 @@ def test_a_step_that_copies_away_is_alone_in_flight():
     node.scheduler._in_flight.append(StepPlan(99, ()))
     with pytest.raises(InvariantError, match="alone"):
         node.scheduler.check_invariants()
+
+
+def test_one_that_ends_while_it_is_copied_away_holds_nobody_up():
+    node = make_node(num_blocks=4, num_host_blocks=4)
+    best, middle, worst = (
+        node.scheduler.add(make_spec(prompt, max_new_tokens=9, priority=number), 0.0)
+        for number, prompt in ((1, 4), (3, [3, 4]), (5, [5, 6]))
+    )
+    plan = planned(node)
+    while node.scheduler.status(worst) is not Status.SWAPPING:
+        node.finish(plan)
+        plan = planned(node)
+    table = node.scheduler.block_table(worst)
+    node.scheduler.abort(middle)
+    node.scheduler.abort(worst)
+    assert planned_ids(node) == [best]
+    assert node.scheduler.block_table(worst) == table, "they are being read"
