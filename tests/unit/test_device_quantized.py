@@ -81,10 +81,11 @@ def test_rounded_rows_are_the_same_rows_natively(dtype: torch.dtype, outputs: in
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, scheme: WeightScheme) -> None:
-    """Bit by bit: whether its panel was widened for many rows or not, with any number of threads."""
-    linear = packed("native", randn(100, 160, dtype=dtype), None, scheme)
-    x = randn(230, 160, seed=2, dtype=dtype)
+@pytest.mark.parametrize("inputs", [160, 1001])
+def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, scheme: WeightScheme, inputs: int) -> None:
+    """Bit by bit: whether its panel was widened for many rows or not, in any block, with any number of threads."""
+    linear = packed("native", randn(100, inputs, dtype=dtype), None, scheme)
+    x = randn(530, inputs, seed=2, dtype=dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
@@ -92,8 +93,21 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, scheme: WeightSche
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
-    for count in (2, 5, 6, 7, 12, 16, 17, 40):
+    for count in (2, 5, 6, 7, 9, 12, 16, 17, 31, 32, 33, 40, 257):
         assert torch.equal(linear(x[:count]), together[:count])
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_no_number_stays_in_its_row_and_is_seen_there(
+    name: str, dtype: torch.dtype, scheme: WeightScheme
+) -> None:
+    linear = packed(name, randn(20, 96, dtype=dtype), None, scheme)
+    x = randn(40, 96, seed=2, dtype=dtype)
+    x[2, 5], x[7, 95] = torch.nan, torch.inf
+    assert [row for row, known in enumerate(linear(x).isfinite().any(1)) if not known] == [2, 7]
+    assert not linear(x[2:3]).isfinite().any()
 
 
 def test_int4_keeps_what_is_no_whole_group_in_8_bits() -> None:

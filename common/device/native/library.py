@@ -104,4 +104,6 @@ def load_library(path: Path) -> CDLL:
         function.restype = None
     library.kvf_packed_bytes.argtypes = (_L, _L, _I)
     library.kvf_packed_bytes.restype = _L
+    library.kvf_rounded_together.argtypes = ()
+    library.kvf_rounded_together.restype = _I
     return library

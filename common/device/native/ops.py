@@ -34,8 +34,9 @@ class NativeOps(CpuOps):
         """Pack a [out, in] weight once; the caller may drop the original."""
         if weight.dtype not in DTYPES or not weight.numel():
             return super().pack_linear(weight, bias, scheme)
-        packed = pack(self.library, weight) if scheme is None else pack_quantized(quantize(weight, scheme))
-        return NativeLinear(self.library, weight.dtype, packed, bias)
+        library = self.library
+        panels = pack(library, weight) if scheme is None else pack_quantized(library, quantize(weight, scheme))
+        return NativeLinear(library, weight.dtype, panels, bias)
 
     def packed_form(self) -> PackedForm | None:
         """These ops."""

@@ -11,6 +11,8 @@ from torch.nn import functional
 from common.device.quantize import INT4_GROUP, ROW_GROUP, Quantized
 
 PANEL = 16
+INT8_UNIT = 32
+"""Inputs that panels of int8 are filled up to whole multiples of."""
 
 
 class Kind(IntEnum):
@@ -58,13 +60,16 @@ def packed_before(library: CDLL, memory: Tensor, outputs: int, inputs: int, dtyp
     return Panels(outputs, inputs, Kind.BFLOAT16 if dtype == torch.bfloat16 else Kind.FLOAT32, memory)
 
 
-def pack_quantized(weight: Quantized) -> Panels:
+def pack_quantized(library: CDLL, weight: Quantized) -> Panels:
     """Whole numbers with their scales."""
     outputs, inputs = weight.values.shape
     if weight.lows is not None:
         return Panels(outputs, inputs, Kind.INT4, _groups(weight.values, weight.scales, weight.lows))
-    together, unit, kind = (2, ROW_GROUP, Kind.WHOLE8) if weight.rows_too else (4, 4, Kind.INT8)
-    return Panels(outputs, inputs, kind, _interleaved(weight.values, together, unit), weight.scales.flatten())
+    if weight.rows_too:
+        memory, kind = _interleaved(weight.values, library.kvf_rounded_together(), ROW_GROUP), Kind.WHOLE8
+    else:
+        memory, kind = _interleaved(weight.values, 1, INT8_UNIT), Kind.INT8
+    return Panels(outputs, inputs, kind, memory, weight.scales.flatten())
 
 
 def _interleaved(values: Tensor, together: int, unit: int) -> Tensor:

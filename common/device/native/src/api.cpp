@@ -21,6 +21,8 @@ using namespace kvferry;
 
 KVFERRY_API int64_t kvf_packed_bytes(int64_t out, int64_t in, int32_t is_bf16) { return packed_bytes(out, in, is_bf16); }
 
+KVFERRY_API int32_t kvf_rounded_together() { return rounded_together(); }
+
 KVFERRY_API void kvf_pack(const void* weight, int64_t out, int64_t in, int32_t is_bf16, void* panels, int32_t threads) {
   pack(weight, out, in, is_bf16, panels, threads);
 }

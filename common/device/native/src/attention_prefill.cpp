@@ -1,7 +1,9 @@
 // Attention of several new tokens of one sequence: two small matmuls for every block of keys, softmax carried along.
 //
 // Blocks of keys begin at multiples of kKeys positions, whatever the chunk: a token's result does not depend on how its
-// prompt was cut. What a token must not see gets a weight of exactly zero.
+// prompt was cut. What a token must not see gets a weight of exactly zero, times which not-a-number stays what it is: in a
+// value of the same prompt it reaches tokens before it whose chunk and block of keys have it. Other sequences it does not
+// reach.
 #include <algorithm>
 
 #include "attention.h"

@@ -29,26 +29,47 @@ static inline void lay(const Bf16* from, int64_t in, int64_t width, Bf16* to) {
   std::fill(to + in, to + width, Bf16{});
 }
 
-// Whole numbers from -127 to 127, a scale for each group; zeros where a group has no values.
+// Whole numbers from -127 to 127 of `count` values at most kRounded, zeros behind them -> their scale, which is no number
+// where one of them is none.
+template <class T>
+static inline float round_group(const T* from, int64_t count, Simd<kLanes>::H* to) {
+  const F<kLanes> shifter = splat<kLanes>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  alignas(64) float values[kRounded];
+  lay(from, count, kRounded, values);
+  U<kLanes> sizes = {};  // compared as whole numbers, of which those of not-a-number are the largest
+  for (int k = 0; k < kRounded; k += kLanes) {
+    const U<kLanes> size = (U<kLanes>)load<kLanes>(values + k) & 0x7fffffffu;
+    sizes = sizes < size ? size : sizes;
+  }
+  uint32_t largest = 0;
+  for (int i = 0; i < kLanes; i++) largest = std::max(largest, uint32_t(sizes[i]));
+  float most;
+  std::memcpy(&most, &largest, sizeof most);
+  const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+  for (int k = 0; k < kRounded; k += kLanes) {
+    const F<kLanes> shifted = load<kLanes>(values + k) * inverse + shifter;
+    *to++ = __builtin_convertvector((U<kLanes>)shifted - (U<kLanes>)shifter, Simd<kLanes>::H);
+  }
+  return most / 127.0f;
+}
+
+// Whole numbers, a scale for each group; zeros where a group has no values.
 template <class T>
 static inline void lay(const T* from, int64_t in, int64_t width, Rounded* to) {
-  const F<kLanes> shifter = splat<kLanes>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   for (int64_t start = 0; start < width; start += kRounded, to++) {
-    alignas(64) float values[kRounded];
-    lay(from + start, std::min<int64_t>(in - start, kRounded), kRounded, values);
-    F<kLanes> largest = {};
-    for (int k = 0; k < kRounded; k += kLanes) {
-      const F<kLanes> v = load<kLanes>(values + k);
-      largest = larger<kLanes>(largest, v < 0.0f ? -v : v);
-    }
-    const float most = max_lanes<kLanes>(largest), inverse = most > 0.0f ? 127.0f / most : 0.0f;
-    to->scale = most / 127.0f;
-    for (int k = 0; k < kRounded; k += kLanes) {
-      const F<kLanes> shifted = load<kLanes>(values + k) * inverse + shifter;
-      const auto whole = __builtin_convertvector((U<kLanes>)shifted - (U<kLanes>)shifter, typename Simd<kLanes>::H);
-      std::memcpy(to->values + k, &whole, sizeof whole);
-    }
+    Simd<kLanes>::H rounded[kRounded / kLanes];
+    to->scale = round_group(from + start, std::min<int64_t>(in - start, kRounded), rounded);
+    std::memcpy(to->values, rounded, sizeof rounded);
   }
+}
+
+// Calls lay(r) for each of `rows` rows of `in` values.
+template <class Lay>
+void each_row(int64_t rows, int64_t in, int threads, Lay&& lay) {
+  const int64_t pieces = std::clamp<int64_t>(rows * in >> 15, 1, std::min<int64_t>(rows, threads * 2));
+  parallel(threads, int(pieces), [&](int piece) {
+    for (int64_t r = rows * piece / pieces; r < rows * (piece + 1) / pieces; r++) lay(r);
+  });
 }
 
 // Rows as the kernel wants them: as they are where that is possible, else with zeros behind the last value of k.
@@ -60,11 +81,7 @@ Rows<K> left_side(const T* x, int64_t stride, int64_t rows, int64_t in, int thre
     if (width == in) return {x, stride};
   const int64_t each = std::is_same_v<Left, Rounded> ? units<K>(in) : width;
   Left* laid = static_cast<Left*>(scratch(kSlotRows, uint64_t(rows * each) * sizeof(Left)));
-  const int64_t pieces = std::clamp<int64_t>(rows * in >> 15, 1, std::min<int64_t>(rows, threads * 2));
-  parallel(threads, int(pieces), [=](int piece) {
-    for (int64_t r = rows * piece / pieces; r < rows * (piece + 1) / pieces; r++)
-      lay(x + r * stride, in, width, laid + r * each);
-  });
+  each_row(rows, in, threads, [=](int64_t r) { lay(x + r * stride, in, width, laid + r * each); });
   return {laid, each};
 }
 

@@ -1,10 +1,11 @@
-// Linear layers: narrow weights are streamed as they are and widened in registers; there is no float32 copy of them.
+// Linear layers: weights are streamed as they are, widened in registers or, for many rows, a few panels at a time; there
+// is no wide copy of them.
 #include "matmul.h"
 
 #include <algorithm>
 #include <type_traits>
 
-#include "left.h"
+#include "matmul_unit.h"
 #include "pool.h"
 #include "tile_of.h"
 
@@ -18,39 +19,6 @@ constexpr int kPiecesPerThread = 6;  // so that a thread that is held up leaves 
 constexpr int64_t kWidenRows = 16;
 constexpr int64_t kMinPieceWork = 1 << 15;  // multiply-adds; less is not worth handing over
 
-// Rows of type T times weights of kind K.
-template <class K, class T>
-struct Job {
-  Rows<K> x;
-  int64_t rows, block_rows;
-  const Weight* weight;
-  T* out;
-  int64_t out_stride;
-  int64_t panels, panels_a_piece, pieces_a_block;
-};
-
-template <class K, class T>
-void put_tile(const Job<K, T>& job, const float* tile, int rows, int panels, int64_t row, int64_t panel) {
-  const int64_t from = panel * kPanel, to = std::min(from + panels * kPanel, job.weight->out);
-  const float *bias = job.weight->bias, *scales = job.weight->scales;
-  for (int r = 0; r < rows; r++) {
-    const float* values = tile + int64_t(r) * panels * kPanel;
-    T* out = job.out + (row + r) * job.out_stride;
-    int64_t n = from;
-    for (; n + kLanes <= to; n += kLanes) {
-      Acc v = load<kLanes>(values + n - from);
-      if (scales) v *= load<kLanes>(scales + n);
-      if (bias) v += load<kLanes>(bias + n);
-      store<kLanes>(out + n, v);
-    }
-    for (; n < to; n++) {
-      float v = values[n - from];
-      if (scales) v *= scales[n];
-      put(out + n, bias ? v + bias[n] : v);
-    }
-  }
-}
-
 // What lies behind `width` panels and comes next, for tile `t` of `tiles` over them: each asks for its share of it, so
 // that memory is read all the time and not only by the first of them.
 template <class Right>
@@ -61,13 +29,14 @@ Ahead next_of(const Right* panels, int64_t panel_units, int width, int64_t t, in
 
 // Tiles of the rows of one block times `panels` panels.
 template <class K, class T, class Right>
-void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Right* right, int64_t panel_units,
-               int64_t count, int64_t panel, int panels) {
+void run_tiles(const Job<K, T>& job, const Block& block, const Right* right, int64_t panel_units, int64_t count,
+               int64_t panel, int panels) {
   typedef std::conditional_t<std::is_same_v<Right, float>, float, K> Multiplied;
+  const int64_t rows = block.rows;
   // Rows in tiles of nearly one size: 8 are 4 and 4, not 6 and 2.
   const int64_t tiles = (rows + tile_rows<Multiplied>() - 1) / tile_rows<Multiplied>();
   alignas(64) float tile[kTileValues];
-  for (int64_t t = 0, row = first_row; t < tiles; t++) {
+  for (int64_t t = 0, row = block.first_row; t < tiles; t++) {
     const int height = int(rows * (t + 1) / tiles - rows * t / tiles);
     const int width = panels == panels_at_once<Multiplied>(height) ? panels : 1;
     for (int p = 0; p < panels; p += width) {
@@ -80,93 +49,27 @@ void run_tiles(const Job<K, T>& job, int64_t first_row, int64_t rows, const Righ
   }
 }
 
-#if defined(KVFERRY_MATRIX_UNIT)
-
-// A tile of results whose rows are put where they belong while the unit makes the next one.
-class LateTile {
- public:
-  explicit LateTile(const Job<Bf16, Bf16>& job) : job_(job) {}
-
-  // Where the next tile goes: not where the rows lie that are still to be put.
-  float* room() { return tiles_[own_ ^ 1]; }
-
-  void put(int rows) {
-    const int until = std::min(done_ + rows, rows_);
-    put_tile(job_, tiles_[own_] + done_ * panels_ * kPanel, until - done_, panels_, row_ + done_, panel_);
-    done_ = until;
-  }
-
-  // What lies in `room()` now is the tile; the one before is put as far as it was not.
-  void follow(int rows, int panels, int64_t row, int64_t panel) {
-    put(rows_);
-    own_ ^= 1;
-    done_ = 0;
-    rows_ = rows;
-    panels_ = panels;
-    row_ = row;
-    panel_ = panel;
-  }
-
- private:
-  const Job<Bf16, Bf16>& job_;
-  int own_ = 0, done_ = 0, rows_ = 0, panels_ = 0;
-  int64_t row_ = 0, panel_ = 0;
-  alignas(64) float tiles_[2][kMatrixValues];
-};
-
-// A run of panels in which the rows of one block pass through the matrix unit.
-void run_matrix_unit(const Job<Bf16, Bf16>& job, int64_t first_row, int64_t rows, int64_t first_panel,
-                     int64_t end_panel) {
-  const int64_t count = packed_units<Bf16>(job.weight->in), panel_units = count * kPanel;
-  const auto* right = static_cast<const uint32_t*>(job.weight->panels);
-  const int together = rows <= 16 ? 4 : 2, share = int((kMatrixRows * kMatrixPairs + count - 1) / count);
-  MatrixUnit unit;
-  LateTile late(job);
-  for (int64_t panel = first_panel; panel < end_panel;) {
-    const int panels = panel + together <= end_panel ? together : 1;
-    for (int64_t row = first_row; row < first_row + rows; row += kMatrixRows) {
-      const int height = int(std::min<int64_t>(kMatrixRows, first_row + rows - row));
-      unit.multiply(height, panels, job.x.values + row * job.x.stride, job.x.stride, right + panel * panel_units,
-                    panel_units, count, late.room(), [&] { late.put(share); });
-      late.follow(height, panels, row, panel);
-    }
-    panel += panels;
-  }
-  late.put(kMatrixRows);
-}
-
-#endif
-
 // One block of rows times one run of panels.
 template <class K, class T>
-void run_piece(const Job<K, T>& job, int index) {
-  const int64_t block = index / job.pieces_a_block, part = index % job.pieces_a_block;
-  const int64_t first_row = block * job.block_rows, rows = std::min(job.block_rows, job.rows - first_row);
-  const int64_t first_panel = part * job.panels_a_piece;
-  const int64_t end_panel = std::min(first_panel + job.panels_a_piece, job.panels);
-#if defined(KVFERRY_MATRIX_UNIT)
-  if constexpr (std::is_same_v<K, Bf16>)
-    if (has_matrix_unit()) return run_matrix_unit(job, first_row, rows, first_panel, end_panel);
-#endif
-  const int64_t count = packed_units<K>(job.weight->in), panel_units = count * Sides<K>::kUnit;
-  const auto* right = static_cast<const typename Sides<K>::Right*>(job.weight->panels);
+void run_block(const Job<K, T>& job, const Block& block) {
+  const Panels<K> panels(*job.weight);
   if constexpr (std::is_same_v<K, Int8> || std::is_same_v<K, Int4>) {
-    if (rows > kWidenRows) {  // several tiles: the panel is widened once for all of them
-      const int64_t wide = count * Sides<K>::kStep;
+    if (block.rows > kWidenRows) {  // several tiles: the panel is widened once for all of them
+      const int64_t wide = panels.count * Sides<K>::kStep;
       float* widened = static_cast<float*>(scratch(kSlotWide, uint64_t(wide) * kPanel * sizeof(float)));
-      for (int64_t panel = first_panel; panel < end_panel; panel++) {
-        widen(right + panel * panel_units, count, widened);
-        run_tiles(job, first_row, rows, widened, wide * kPanel, wide, panel, 1);
+      for (int64_t panel = block.first_panel; panel < block.end_panel; panel++) {
+        widen(panels.at(panel), panels.count, widened);
+        run_tiles(job, block, widened, wide * kPanel, wide, panel, 1);
       }
       return;
     }
   }
-  const int64_t tiles = (rows + tile_rows<K>() - 1) / tile_rows<K>();
-  const int together = panels_at_once<K>(int((rows + tiles - 1) / tiles));
-  for (int64_t panel = first_panel; panel < end_panel;) {
-    const int panels = panel + together <= end_panel ? together : 1;
-    run_tiles(job, first_row, rows, right + panel * panel_units, panel_units, count, panel, panels);
-    panel += panels;
+  const int64_t tiles = (block.rows + tile_rows<K>() - 1) / tile_rows<K>();
+  const int most = panels_at_once<K>(int((block.rows + tiles - 1) / tiles));
+  for (int64_t panel = block.first_panel; panel < block.end_panel;) {
+    const int together = panel + most <= block.end_panel ? most : 1;
+    run_tiles(job, block, panels.at(panel), panels.units, panels.count, panel, together);
+    panel += together;
   }
 }
 
@@ -202,6 +105,8 @@ void pack_all(const T* weight, int64_t out, int64_t in, typename Sides<T>::Right
 
 }  // namespace
 
+int rounded_together() { return has_matrix_unit() ? 4 : 2; }
+
 int64_t packed_bytes(int64_t out, int64_t in, bool is_bf16) {
   return (out + kPanel - 1) / kPanel * kPanel * (is_bf16 ? packed_units<Bf16>(in) : in) * 4;
 }
@@ -213,28 +118,72 @@ void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panel
 
 namespace {
 
-template <class K, class T>
-void multiply(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
-  Job<K, T> job = {};
-  job.x = left_side<K>(x, x_stride, rows, weight.in, threads);
-  job.rows = rows;
-  const bool by_unit = std::is_same_v<K, Bf16> && has_matrix_unit();
-  const int64_t height = by_unit ? kMatrixRows : tile_rows<K>();
-  const int64_t bytes = by_unit ? kUnitBlockBytes : kBlockBytes, most_rows = by_unit ? kUnitBlockRows : kMaxBlockRows;
-  const int64_t fitting = bytes / int64_t(weight.in * sizeof(typename Sides<K>::Left));
-  job.block_rows = std::clamp(fitting, kMinBlockRows, most_rows) / height * height;
-  job.weight = &weight;
-  job.out = out;
-  job.out_stride = out_stride;
-  job.panels = (weight.out + kPanel - 1) / kPanel;
-  const int64_t blocks = (rows + job.block_rows - 1) / job.block_rows;
+// What a core keeps of the left side while panels pass by.
+struct Height {
+  int64_t tile, bytes, least, most;
+};
+
+// Rows of kind K in pieces for the threads; `run` takes each.
+template <class K, class T, class Run>
+void share_out(Job<K, T>& job, const Height& height, int threads, Run&& run) {
+  const int64_t in = job.weight->in, out = job.weight->out;
+  const int64_t fitting = height.bytes / int64_t(in * sizeof(typename Sides<K>::Left));
+  job.block_rows = std::clamp(fitting, height.least, height.most) / height.tile * height.tile;
+  job.panels = (out + kPanel - 1) / kPanel;
+  const int64_t blocks = (job.rows + job.block_rows - 1) / job.block_rows;
   const int64_t wanted = (threads * kPiecesPerThread + blocks - 1) / blocks;
-  const int64_t worth = std::max<int64_t>(1, std::min(rows, job.block_rows) * weight.in * weight.out / kMinPieceWork);
+  const int64_t worth = std::max<int64_t>(1, std::min(job.rows, job.block_rows) * in * out / kMinPieceWork);
   const int64_t split = threads > 1 ? std::min(wanted, worth) : 1;
   job.panels_a_piece = std::max<int64_t>(1, (job.panels + split - 1) / split);
   if (job.panels_a_piece > 4) job.panels_a_piece = (job.panels_a_piece + 3) / 4 * 4;
   job.pieces_a_block = (job.panels + job.panels_a_piece - 1) / job.panels_a_piece;
-  parallel(threads, int(blocks * job.pieces_a_block), [&](int index) { run_piece(job, index); });
+  parallel(threads, int(blocks * job.pieces_a_block), [&](int index) { run(job.block(index)); });
+}
+
+// What a matmul is asked for.
+template <class T>
+struct Asked {
+  const T* x;
+  int64_t x_stride, rows;
+  const Weight& weight;
+  T* out;
+  int64_t out_stride;
+  int threads;
+
+  // With rows laid out as weights of kind K want them.
+  template <class K>
+  Job<K, T> job() const {
+    return {left_side<K>(x, x_stride, rows, weight.in, threads), rows, &weight, out, out_stride};
+  }
+};
+
+#if defined(KVFERRY_MATRIX_UNIT)
+
+template <class K, class T>
+void multiply_by_unit(const Asked<T>& asked) {
+  const int64_t tile = std::is_same_v<K, Whole8> ? kRoundedRows : kMatrixRows;
+  const Height height = {tile, kUnitBlockBytes, kMinBlockRows, kUnitBlockRows};
+  if constexpr (std::is_same_v<K, Whole8>) {
+    const RoundedRows rows = rounded_rows(asked.x, asked.x_stride, asked.rows, asked.weight.in, asked.threads);
+    Job<Whole8OfUnit, T> job = {rows.x, asked.rows, &asked.weight, asked.out, asked.out_stride};
+    share_out(job, height, asked.threads, [&](const Block& block) { run_rounded(job, rows, block); });
+  } else {
+    Job<Bf16, Bf16> job = asked.template job<Bf16>();
+    share_out(job, height, asked.threads, [&](const Block& block) { run_matrix_unit<K>(job, block); });
+  }
+}
+
+#endif
+
+template <class K, class T>
+void multiply(const Asked<T>& asked) {
+#if defined(KVFERRY_MATRIX_UNIT)
+  if constexpr (std::is_same_v<T, Bf16> || std::is_same_v<K, Whole8>)
+    if (has_matrix_unit()) return multiply_by_unit<K>(asked);
+#endif
+  Job<K, T> job = asked.template job<K>();
+  const Height height = {tile_rows<K>(), kBlockBytes, kMinBlockRows, kMaxBlockRows};
+  share_out(job, height, asked.threads, [&](const Block& block) { run_block(job, block); });
 }
 
 }  // namespace
@@ -242,15 +191,16 @@ void multiply(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, 
 template <class T>
 void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
   if (rows <= 0) return;
+  const Asked<T> asked = {x, x_stride, rows, weight, out, out_stride, threads};
   switch (weight.kind) {
     case kInt8:
-      return multiply<Int8>(x, x_stride, rows, weight, out, out_stride, threads);
+      return multiply<Int8>(asked);
     case kInt4:
-      return multiply<Int4>(x, x_stride, rows, weight, out, out_stride, threads);
+      return multiply<Int4>(asked);
     case kWhole8:
-      return multiply<Whole8>(x, x_stride, rows, weight, out, out_stride, threads);
+      return multiply<Whole8>(asked);
     default:
-      return multiply<T>(x, x_stride, rows, weight, out, out_stride, threads);
+      return multiply<T>(asked);
   }
 }
 

@@ -20,6 +20,9 @@ struct Weight {
 int64_t packed_bytes(int64_t out, int64_t in, bool is_bf16);
 void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panels, int threads);
 
+// Values of k side by side in a panel of kWhole8: four where the matrix unit reads it, else two.
+int rounded_together();
+
 // x [rows][in] with a stride, out [rows][weight.out] with a stride. Weights of float32 and bfloat16 are of x's type.
 template <class T>
 void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads);

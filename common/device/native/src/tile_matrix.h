@@ -3,7 +3,7 @@
 // A panel of bfloat16 is what the unit reads as it is, 16 pairs of k at once. The unit adds in an order of its own, so
 // either all rows of a process go through it or none: a row has the same bits alone and among others.
 #pragma once
-#include "tile.h"
+#include "tile_quantized.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__) && defined(__x86_64__)
 #define KVFERRY_MATRIX_UNIT 1
@@ -18,12 +18,14 @@ constexpr int kMatrixRows = 32;    // two of the unit's tiles
 constexpr int kMatrixPairs = 16;  // of k in a tile
 constexpr int kMatrixValues = kMatrixRows * 2 * kPanel;
 
-// Units of k in a panel of packed weights: whole tiles where a unit may read them, with zeros behind the last value.
+// Units of k in a panel of packed weights: whole tiles where a unit may read them or what they are unpacked to, with
+// zeros behind the last value.
 template <class K>
 static inline int64_t packed_units(int64_t k) {
 #if defined(KVFERRY_MATRIX_UNIT)
   if constexpr (std::is_same_v<K, Bf16>) return (units<K>(k) + kMatrixPairs - 1) / kMatrixPairs * kMatrixPairs;
 #endif
+  if constexpr (std::is_same_v<K, Int8>) return (k + kGroup - 1) / kGroup * kGroup;
   return units<K>(k);
 }
 
@@ -54,6 +56,17 @@ static inline void shape_tiles(const int (&rows)[8], const int (&bytes)[8]) {
   _tile_loadconfig(&config);
 }
 
+// Panels as the unit reads them; those of fewer bits are in tile_unpacked.h. `at`: the tile of a panel from pair `k` on,
+// for which `prepare` was called.
+struct PackedTiles {
+  const uint32_t* panels;
+  int64_t panel_units;
+
+  template <int PANELS>
+  void prepare(int64_t) const {}
+  const uint32_t* at(int panel, int64_t k) const { return panels + panel * panel_units + k * kPanel; }
+};
+
 // The calling thread's tiles: 0 to 3 sums, 4 and 5 rows of the left side, 6 and 7 of panels. The CPU fetches panels
 // ahead by itself: telling it which come next gains nothing here.
 class MatrixUnit {
@@ -62,20 +75,20 @@ class MatrixUnit {
 
   // As `tile`: left [rows], right [panels] (1, 2 or, of up to 16 rows, 4) -> out [rows][panels * 16]. `between` is
   // called for each 16 pairs of k: what it does the CPU does while the unit multiplies.
-  template <class Between>
-  void multiply(int rows, int panels, const Bf16* left, int64_t left_stride, const uint32_t* right,
-                int64_t right_stride, int64_t count, float* out, Between&& between) {
+  template <class Tiles, class Between>
+  void multiply(int rows, int panels, const Bf16* left, int64_t left_stride, Tiles&& right, int64_t count, float* out,
+                Between&& between) {
     if (rows != rows_) shape(rows);
     clear();
     const int64_t stride = left_stride * int64_t(sizeof(Bf16)), out_stride = panels * kPanel * int64_t(sizeof(float));
     if (rows > 16) {
-      if (panels == 1) tall<1>(left, stride, right, right_stride, count, between);
-      else tall<2>(left, stride, right, right_stride, count, between);
+      if (panels == 1) tall<1>(left, stride, right, count, between);
+      else tall<2>(left, stride, right, count, between);
       return put_tall(panels, out, out_stride);
     }
-    if (panels == 1) flat<1>(left, stride, right, right_stride, count, between);
-    else if (panels == 2) flat<2>(left, stride, right, right_stride, count, between);
-    else flat<4>(left, stride, right, right_stride, count, between);
+    if (panels == 1) flat<1>(left, stride, right, count, between);
+    else if (panels == 2) flat<2>(left, stride, right, count, between);
+    else flat<4>(left, stride, right, count, between);
     _tile_stored(0, out, out_stride);
     if (panels == 1) return;
     _tile_stored(1, out + kPanel, out_stride);
@@ -98,7 +111,7 @@ class MatrixUnit {
     } else {
       clear();
     }
-    tall<2>(left, left_stride * int64_t(sizeof(Bf16)), right, right_stride, count, [] {});
+    tall<2>(left, left_stride * int64_t(sizeof(Bf16)), PackedTiles{right, right_stride}, count, [] {});
     put_tall(2, out, out_stride);
   }
 
@@ -126,44 +139,44 @@ class MatrixUnit {
     rows_ = rows;
   }
 
-  template <int PANELS, class Between>
-  static void flat(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count,
-                   Between&& between) {
+  template <int PANELS, class Tiles, class Between>
+  static void flat(const Bf16* left, int64_t stride, Tiles&& right, int64_t count, Between&& between) {
+    right.template prepare<PANELS>(0);
     for (int64_t k = 0; k < count; k += kMatrixPairs) {
-      const uint32_t* at = right + k * kPanel;
       _tile_loadd(4, left + 2 * k, stride);
-      _tile_loadd(6, at, 64);
+      _tile_loadd(6, right.at(0, k), 64);
       _tile_dpbf16ps(0, 4, 6);
       if constexpr (PANELS > 1) {
-        _tile_loadd(7, at + right_stride, 64);
+        _tile_loadd(7, right.at(1, k), 64);
         _tile_dpbf16ps(1, 4, 7);
       }
       if constexpr (PANELS > 2) {
-        _tile_loadd(6, at + 2 * right_stride, 64);
+        _tile_loadd(6, right.at(2, k), 64);
         _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, at + 3 * right_stride, 64);
+        _tile_loadd(7, right.at(3, k), 64);
         _tile_dpbf16ps(3, 4, 7);
       }
+      if (k + kMatrixPairs < count) right.template prepare<PANELS>(k + kMatrixPairs);
       between();
     }
   }
 
-  template <int PANELS, class Between>
-  static void tall(const Bf16* left, int64_t stride, const uint32_t* right, int64_t right_stride, int64_t count,
-                   Between&& between) {
+  template <int PANELS, class Tiles, class Between>
+  static void tall(const Bf16* left, int64_t stride, Tiles&& right, int64_t count, Between&& between) {
     const Bf16* lower = left + 8 * stride;
+    right.template prepare<PANELS>(0);
     for (int64_t k = 0; k < count; k += kMatrixPairs) {
-      const uint32_t* at = right + k * kPanel;
       _tile_loadd(4, left + 2 * k, stride);
-      _tile_loadd(6, at, 64);
+      _tile_loadd(6, right.at(0, k), 64);
       _tile_loadd(5, lower + 2 * k, stride);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (PANELS > 1) {
-        _tile_loadd(7, at + right_stride, 64);
+        _tile_loadd(7, right.at(1, k), 64);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
       }
+      if (k + kMatrixPairs < count) right.template prepare<PANELS>(k + kMatrixPairs);
       between();
     }
   }

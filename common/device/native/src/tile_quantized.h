@@ -1,11 +1,11 @@
 // The inner kernels over weights of 8 and 4 bits, and panels of them widened to float32 for many rows.
 //
-// Int8: [k / 4][16] of four values, the lowest k in the lowest byte; one factor for each column, which is multiplied in
-// where the sums are put out. Int4: groups of 32 values of k, each value q * scale + low with a scale and a low of its
-// own for each column. Whole8: the left side is of whole numbers too, with a factor for each 64 values of k (`Rounded`),
-// whose sums are exact; [k / 2][16] of pairs.
+// Int8: [k][16], k in whole groups of 32; one factor for each column, which is multiplied in where the sums are put out.
+// Int4: groups of 32 values of k, each value q * scale + low with a scale and a low of its own for each column. Whole8:
+// the left side is of whole numbers too, with a factor for each 64 values of k (`Rounded`), whose sums are exact;
+// [k / 2][16] of pairs, or where a matrix unit reads it (tile_rounded.h) [k / 4][16] of four.
 // A widened panel holds the very numbers that the direct kernel multiplies by: both ways give the same bits.
-// The layouts are made by common/device/native/quantized.py.
+// The layouts are made by common/device/native/panels.py.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -25,9 +25,6 @@ struct Rounded {
   float scale;
   int16_t values[kRounded];
 };
-struct Four8 {
-  uint32_t bits;
-};
 struct Two8 {
   uint16_t bits;
 };
@@ -39,8 +36,8 @@ struct Group4 {
 template <>
 struct Sides<Int8> {
   typedef float Left;
-  typedef Four8 Right;
-  static constexpr int kStep = 4;
+  typedef int8_t Right;
+  static constexpr int kStep = 1;
   static constexpr int kUnit = kPanel;
 };
 template <>
@@ -73,8 +70,17 @@ typedef U<kLanes> Bits;
 
 KVFERRY_INLINE Acc float_of(Whole v) { return __builtin_convertvector(v, Acc); }
 
-// Value `at` (0 to 3) of each lane's four.
-KVFERRY_INLINE Acc int8_of(Bits four, int at) { return float_of((Whole)(four << (24 - 8 * at)) >> 24); }
+#if defined(__AVX512F__)
+KVFERRY_INLINE Acc int8_of(const int8_t* p) { return float_of((Whole)_mm512_cvtepi8_epi32(load_raw<__m128i>(p))); }
+#elif defined(__AVX2__)
+KVFERRY_INLINE Acc int8_of(const int8_t* p) { return float_of((Whole)_mm256_cvtepi8_epi32(_mm_loadu_si64(p))); }
+#else
+KVFERRY_INLINE Acc int8_of(const int8_t* p) {
+  typedef int8_t Narrow __attribute__((vector_size(kLanes)));
+  typedef int16_t Middle __attribute__((vector_size(kLanes * 2)));
+  return float_of(__builtin_convertvector(__builtin_convertvector(load_raw<Narrow>(p), Middle), Whole));
+}
+#endif
 
 // float16 to float32; the product shifts the exponent, so that subnormal numbers come out right too.
 KVFERRY_INLINE Acc half_of(const uint16_t* p) {
@@ -91,24 +97,20 @@ struct Affine {
 };
 
 template <int ROWS, int PANELS>
-static inline void tile(const float* left, int64_t left_stride, const Four8* right, int64_t right_stride,
+static inline void tile(const float* left, int64_t left_stride, const int8_t* right, int64_t right_stride,
                         int64_t count, float* out, Ahead ahead) {
+  constexpr int kLine = 64 / kPanel;  // values of k in what is fetched at once
   Acc acc[ROWS][PANELS][kParts] = {};
-  for (int64_t k = 0; k < count; k++) {
-    ahead.fetch(k);
-    Bits four[PANELS][kParts];
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 2
-      for (int i = 0; i < kParts; i++) four[p][i] = load_raw<Bits>(right + p * right_stride + k * kPanel + i * kLanes);
+  for (int64_t start = 0; start < count; start += kLine) {
+    ahead.fetch(start);
 #pragma GCC unroll 4
-    for (int at = 0; at < 4; at++) {
+    for (int64_t k = start; k < start + kLine; k++) {
       Acc w[PANELS][kParts];
 #pragma GCC unroll 8
       for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 2
-        for (int i = 0; i < kParts; i++) w[p][i] = int8_of(four[p][i], at);
-      add_products<ROWS, PANELS>(acc, w, left + 4 * k + at, left_stride);
+        for (int i = 0; i < kParts; i++) w[p][i] = int8_of(right + p * right_stride + k * kPanel + i * kLanes);
+      add_products<ROWS, PANELS>(acc, w, left + k, left_stride);
     }
   }
   put_sums<ROWS, PANELS>(acc, out);
@@ -205,11 +207,8 @@ static inline void tile(const Rounded* left, int64_t left_stride, const Two8* ri
 }
 
 // A panel as [k][16] of float32, without Int8's factors; k goes to the end of the last unit.
-static inline void widen(const Four8* panel, int64_t count, float* to) {
-  for (int64_t k = 0; k < count; k++)
-    for (int at = 0; at < 4; at++)
-      for (int i = 0; i < kParts; i++)
-        store<kLanes>(to + (4 * k + at) * kPanel + i * kLanes, int8_of(load_raw<Bits>(panel + k * kPanel + i * kLanes), at));
+static inline void widen(const int8_t* panel, int64_t count, float* to) {
+  for (int64_t at = 0; at < count * kPanel; at += kLanes) store<kLanes>(to + at, int8_of(panel + at));
 }
 
 static inline void widen(const Group4* panel, int64_t count, float* to) {

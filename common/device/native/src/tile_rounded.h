@@ -1,0 +1,118 @@
+// Rounded rows times weights of 8 bits by the matrix unit: up to 16 rows times one panel, [k / 4][16] of four values of k.
+//
+// The sums of a group are exact, and groups are added up as in `tile` of tile_quantized.h: the bits are the same.
+#pragma once
+#include "left.h"
+
+namespace kvferry {
+
+#if defined(KVFERRY_MATRIX_UNIT)
+
+constexpr int kRoundedRows = 16;
+
+struct Whole8OfUnit {};
+template <>
+struct Sides<Whole8OfUnit> {
+  typedef int8_t Left;
+};
+
+// Whole numbers [rows][groups * 64] and their scales [rows][groups]; places for whole tiles of rows.
+struct RoundedRows {
+  Rows<Whole8OfUnit> x;
+  const float* scales;
+  int64_t groups;
+};
+
+template <class T>
+RoundedRows rounded_rows(const T* x, int64_t stride, int64_t rows, int64_t in, int threads) {
+  const int64_t groups = units<Whole8>(in), width = groups * kRounded;
+  const int64_t places = (rows + kRoundedRows - 1) / kRoundedRows * kRoundedRows;
+  auto* values = static_cast<int8_t*>(scratch(kSlotRows, uint64_t(places * (width + groups * 4))));
+  auto* scales = reinterpret_cast<float*>(values + places * width);
+  std::fill(scales + rows * groups, scales + places * groups, 0.0f);
+  each_row(rows, in, threads, [=](int64_t r) {
+    for (int64_t g = 0; g < groups; g++) {
+      Simd<kLanes>::H rounded[kRounded / kLanes];
+      const int64_t from = g * kRounded;
+      scales[r * groups + g] = round_group(x + r * stride + from, std::min<int64_t>(in - from, kRounded), rounded);
+      for (int i = 0; i < kRounded / kLanes; i++) {
+        const __m128i narrow = _mm256_cvtepi16_epi8((__m256i)rounded[i]);
+        std::memcpy(values + r * width + from + i * kLanes, &narrow, sizeof narrow);
+      }
+    }
+  });
+  return {{values, width}, scales, groups};
+}
+
+// Tiles 0 and 1: sums of a group; 4 and 5: rows; 6 and 7: a panel. While one group is multiplied the one before is added.
+class RoundedUnit {
+ public:
+  ~RoundedUnit() { _tile_release(); }
+
+  // left [rows] -> out [rows][16]; `right` is a panel.
+  void multiply(int rows, const int8_t* left, int64_t stride, const float* scales, int64_t groups, const Two8* right,
+                float* out) {
+    if (rows != rows_) shape(rows);
+    if (rows > 8) run<16>(left, stride, scales, groups, right, out);
+    else if (rows > 4) run<8>(left, stride, scales, groups, right, out);
+    else if (rows > 1) run<4>(left, stride, scales, groups, right, out);
+    else run<1>(left, stride, scales, groups, right, out);
+  }
+
+ private:
+  void shape(int rows) {
+    shape_tiles({rows, rows, rows, rows, rows, rows, 16, 16}, {64, 64, 64, 64, 64, 64, 64, 64});
+    rows_ = rows;
+  }
+
+  template <int ROWS>
+  void run(const int8_t* left, int64_t stride, const float* scales, int64_t groups, const Two8* right, float* out) {
+    __m512 acc[ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) acc[r] = _mm512_setzero_ps();
+    begin<0>(left, stride, right);
+    for (int64_t g = 1; g < groups; g += 2) {
+      begin<1>(left + g * kRounded, stride, right + g * Sides<Whole8>::kUnit);
+      add<0>(acc, scales + g - 1, groups);
+      if (g + 1 < groups) begin<0>(left + (g + 1) * kRounded, stride, right + (g + 1) * Sides<Whole8>::kUnit);
+      add<1>(acc, scales + g, groups);
+    }
+    if (groups % 2) add<0>(acc, scales + groups - 1, groups);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + r * kPanel, acc[r]);
+  }
+
+  template <int SIDE>
+  void begin(const int8_t* left, int64_t stride, const Two8* right) {
+    if constexpr (SIDE == 0) {
+      _tile_zero(0);
+      _tile_loadd(4, left, stride);
+      _tile_loadd(6, right, 64);
+      _tile_dpbssd(0, 4, 6);
+      _tile_stored(0, sums_[0], 64);
+    } else {
+      _tile_zero(1);
+      _tile_loadd(5, left, stride);
+      _tile_loadd(7, right, 64);
+      _tile_dpbssd(1, 5, 7);
+      _tile_stored(1, sums_[1], 64);
+    }
+    tiles_see_memory();
+  }
+
+  template <int SIDE, int ROWS>
+  __attribute__((always_inline)) void add(__m512 (&acc)[ROWS], const float* scales, int64_t groups) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const __m512 sums = _mm512_cvtepi32_ps(_mm512_load_si512(sums_[SIDE] + r * kPanel));
+      acc[r] = _mm512_fmadd_ps(sums, _mm512_set1_ps(scales[r * groups]), acc[r]);
+    }
+  }
+
+  int rows_ = 0;
+  alignas(64) int32_t sums_[2][kRoundedRows * kPanel] = {};
+};
+
+#endif
+
+}  // namespace kvferry

@@ -1,0 +1,103 @@
+// Weights of 8 and 4 bits for the matrix unit: tiles of bfloat16 made of them while it multiplies by the ones before.
+//
+// Whole numbers of 8 bits are bfloat16 numbers as they are. Four bits stand for q * scale + low, which is rounded to the
+// nearest one: as a checkpoint's own four bits are, where it is loaded in bfloat16.
+#pragma once
+#include "tile_matrix.h"
+
+namespace kvferry {
+
+#if defined(KVFERRY_MATRIX_UNIT)
+
+static inline __m512 of_int8(const int8_t* values) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_raw<__m128i>(values)));
+}
+
+// Pairs [pair, pair + 16) of k of a panel.
+static inline void unpack_tile(const int8_t* panel, int64_t pair, uint32_t* to) {
+  const __m512i upper = _mm512_set1_epi32(int32_t(0xffff0000u));
+  const int8_t* from = panel + 2 * pair * kPanel;
+  for (int row = 0; row < kMatrixPairs; row++, from += 2 * kPanel) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(of_int8(from)), 16);
+    const __m512i high = _mm512_and_si512(_mm512_castps_si512(of_int8(from + kPanel)), upper);
+    _mm512_store_si512(to + row * kPanel, _mm512_or_si512(low, high));
+  }
+}
+
+// Of eight values in each lane, `at`: as floats. Only the lowest four bits of a lane choose from the table.
+static inline __m512 of_int4(__m512i eight, int at) {
+  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(eight, unsigned(4 * at)), table);
+}
+
+// Picks lane i of the first half and lane i of the second one in turn.
+static inline __m512i interleaving() {
+  alignas(64) static constexpr uint16_t picks[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_load_si512(picks);
+}
+
+static inline void unpack_tile(const Group4* panel, int64_t pair, uint32_t* to) {
+  const Group4& group = panel[pair / kMatrixPairs];
+  const __m512 scale = _mm512_cvtph_ps(load_raw<__m256i>(group.scale)), low = _mm512_cvtph_ps(load_raw<__m256i>(group.low));
+  const __m512i picks = interleaving();
+  for (int part = 0; part < kGroup / 8; part++) {
+    const __m512i eight = load_raw<__m512i>(group.values[part]);
+#pragma GCC unroll 4
+    for (int at = 0; at < 8; at += 2, to += kPanel) {
+      const __m512 even = _mm512_fmadd_ps(of_int4(eight, at), scale, low);
+      const __m512 odd = _mm512_fmadd_ps(of_int4(eight, at + 1), scale, low);
+      _mm512_store_si512(to, _mm512_permutexvar_epi16(picks, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+    }
+  }
+}
+
+// Asks for what `unpack_tile` reads.
+template <class Right>
+static inline void fetch_tile(const Right* panel, int64_t pair) {
+  constexpr int64_t kTile = std::is_same_v<Right, Group4> ? sizeof(Group4) : 2 * kMatrixPairs * kPanel;
+  const char* from = reinterpret_cast<const char*>(panel) + pair / kMatrixPairs * kTile;
+  for (int64_t at = 0; at < kTile; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
+// Whole panels, for rows that meet them several times: `pairs` of k of each, one panel behind the other.
+template <class Right>
+PackedTiles unpack_panels(const Right* panels, int64_t panel_units, int count, int64_t pairs, uint32_t* to) {
+  for (int p = 0; p < count; p++)
+    for (int64_t k = 0; k < pairs; k += kMatrixPairs) {
+      const Right* own = panels + p * panel_units;
+      fetch_tile(own + count * panel_units, k);
+      unpack_tile(own, k, to + (p * pairs + k) * kPanel);
+    }
+  tiles_see_memory();
+  return {to, pairs * kPanel};
+}
+
+// As `PackedTiles`, for a number of rows that meets each tile once. The one after is made while the unit is busy.
+template <class Right>
+class UnpackedTiles {
+ public:
+  UnpackedTiles(const Right* panels, int64_t panel_units) : panels_(panels), panel_units_(panel_units) {}
+
+  template <int PANELS>
+  void prepare(int64_t k) {
+    for (int p = 0; p < PANELS; p++) {
+      const Right* own = panels_ + p * panel_units_;
+      fetch_tile(own + PANELS * panel_units_, k);
+      unpack_tile(own, k, room(p, k));
+    }
+    tiles_see_memory();
+  }
+  const uint32_t* at(int panel, int64_t k) { return room(panel, k); }
+
+ private:
+  uint32_t* room(int panel, int64_t k) { return room_[k / kMatrixPairs % 2][panel]; }
+
+  const Right* panels_;
+  int64_t panel_units_;
+  alignas(64) uint32_t room_[2][4][kMatrixPairs * kPanel];
+};
+
+#endif
+
+}  // namespace kvferry
