@@ -20,19 +20,18 @@ class Batch:
 
     def give(self, seq: Sequence, max_tokens: int) -> None:
         """Compute up to max_tokens more of it, within the budget and what it has."""
-        share = self._shares.get(seq.seq_id, 0)
-        count = min(max_tokens, self.budget_tokens, seq.num_unscheduled_tokens - share)
-        if count > 0:
-            self._shares[seq.seq_id] = share + count
-            self._sequences[seq.seq_id] = seq
-            self.budget_tokens -= count
+        self._give(seq, min(max_tokens, seq.num_unscheduled_tokens - self._shares.get(seq.seq_id, 0)))
 
     def give_ahead(self, seq: Sequence) -> None:
         """Compute the token that a step in flight draws for it, within the budget."""
-        if self.budget_tokens > 0:
-            self._shares[seq.seq_id] = 1
+        self._give(seq, 1)
+
+    def _give(self, seq: Sequence, num_tokens: int) -> None:
+        count = min(num_tokens, self.budget_tokens)
+        if count > 0:
+            self._shares[seq.seq_id] = self._shares.get(seq.seq_id, 0) + count
             self._sequences[seq.seq_id] = seq
-            self.budget_tokens -= 1
+            self.budget_tokens -= count
 
     @property
     def is_empty(self) -> bool:
