@@ -25,6 +25,8 @@ _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
     "taskName",
     "color_message",  # uvicorn's own second text
 }
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+"""What others sent, a request id say, must not make lines of its own, nor write to somebody's terminal."""
 _PROBED = ("/v2/health/", "/health", "/metrics")
 _IN_ACCESS_MESSAGE = ("method", "path", "status")
 _SHORT_ID_CHARS = 8
@@ -61,7 +63,7 @@ class HumanFormatter(logging.Formatter):
         for key, value in _extra(record).items():
             if value != "" and key not in said:
                 line += f" {key}={value}"
-        return line + "".join(f"\n{text}" for text in _traceback(self, record))
+        return line.translate(_CONTROL) + "".join(f"\n{text}" for text in _traceback(self, record))
 
 
 class JsonFormatter(logging.Formatter):

@@ -42,6 +42,26 @@ accesslog = None
 logger_class = GunicornLogger
 
 
+def on_starting(server: "Arbiter") -> None:
+    """In the arbiter, before it forks: a signal that ends a worker ends it from its first moment on.
+
+    A new worker has the arbiter's handlers until it sets its own: they note a signal in a queue that nobody reads
+    there, and the arbiter sends SIGTERM once.
+    """
+    stops = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}
+
+    def in_child() -> None:
+        for number in stops:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, stops),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, stops),
+        after_in_child=in_child,
+    )
+
+
 def post_fork(server: "Arbiter", worker: "Worker") -> None:
     """In the new worker: it must not outlive the arbiter."""
     if not die_with_parent(server.pid, signal.SIGKILL):

@@ -9,6 +9,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
 
 import zmq
 
@@ -29,8 +30,10 @@ from common.transport.own_socket import OwnSocket
 _LOG = logging.getLogger("kvferry.announce")
 FAILURES_TOLD = 3
 """Handshakes that fail in a row until it is told, once."""
-ANNOUNCE_OPTIONS = SocketOptions(high_water=1000, max_frame_bytes=65_536)
-"""For every socket that announcements pass, the proxy's too."""
+ANNOUNCE_OPTIONS = SocketOptions(channel=Channel.ANNOUNCE, high_water=1000, max_frame_bytes=65_536)
+"""Between nodes and the proxy."""
+MEMBERS_OPTIONS = replace(ANNOUNCE_OPTIONS, channel=Channel.MEMBERS)
+"""Between the proxy and the workers of its host."""
 
 Resolve = Callable[[str], list[str]]
 """An endpoint -> all endpoints that it stands for. Raises OSError when the name cannot be resolved now."""
@@ -153,7 +156,7 @@ class Announcer:
         wanted = {endpoint for endpoints in self._resolved.values() for endpoint in endpoints}
         for endpoint in wanted - self._connected.keys():
             try:
-                self._connected[endpoint] = options.connect(self._context, publisher, endpoint, Channel.ANNOUNCE)
+                self._connected[endpoint] = options.connect(self._context, publisher, endpoint, ANNOUNCE_OPTIONS)
             except ConfigError as error:  # its key was taken out of the list; it may come back
                 _LOG.warning("%s", error)
         self._disconnect(publisher, self._connected.keys() - wanted)
@@ -184,7 +187,7 @@ class AnnouncementListener(OwnSocket):
         subscriber = self._context.open_socket(zmq.SUB, "announcement listener")
         try:
             options.apply(subscriber, ANNOUNCE_OPTIONS)
-            options.connect(self._context, subscriber, endpoint, Channel.MEMBERS)
+            options.connect(self._context, subscriber, endpoint, MEMBERS_OPTIONS)
             subscriber.subscribe(b"")
         except BaseException:
             self._context.close_socket(subscriber)

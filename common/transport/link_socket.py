@@ -51,7 +51,7 @@ class LinkSocket(OwnSocket):
         """Start to connect; ZeroMQ goes on trying. ConfigError when it is no address to connect to."""
         if self._address:
             raise InvariantError(f"the link is connected to {self._endpoint} already")
-        self._address = options.connect(self._context, self.poll_handle, endpoint, self._options.channel)
+        self._address = options.connect(self._context, self.poll_handle, endpoint, self._options)
         self._endpoint = endpoint
 
     def reconnect(self) -> None:

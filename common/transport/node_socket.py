@@ -43,7 +43,7 @@ class NodeSocket(OwnSocket):
             options.apply(socket, self._options)
             socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            bound = options.bind(self._context, socket, endpoint, self._options.channel, allow_remote=allow_remote)
+            bound = options.bind(self._context, socket, endpoint, self._options, allow_remote=allow_remote)
         except BaseException:
             self._context.close_socket(socket)
             raise

@@ -13,6 +13,8 @@ from common.transport.context import TransportContext
 from common.transport.probe import ProbeResult, probe
 
 _IPC_PROBE_S = 0.5
+_MOST_TTL_MS = 6_553_599
+"""It goes over the wire as tenths of seconds in two bytes."""
 
 
 DEFAULT_TIMERS = Timers()
@@ -32,7 +34,9 @@ class SocketOptions:
     """Messages kept for a peer that is full, after ZeroMQ's own."""
     outbox_bytes: int = 268_435_456
     heartbeat_s: float = 1.0
+    """0: none, and no connection ends by silence."""
     heartbeat_timeout_s: float = 3.0
+    """For a handshake as well."""
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0
     zero_copy: bool = False
@@ -71,8 +75,6 @@ def apply(socket: "zmq.Socket[bytes]", options: SocketOptions) -> None:
     socket.setsockopt(zmq.SNDHWM, options.high_water)
     socket.setsockopt(zmq.RCVHWM, options.high_water)
     socket.setsockopt(zmq.MAXMSGSIZE, options.max_frame_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _ms(options.heartbeat_s))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(options.heartbeat_timeout_s))
     socket.setsockopt(zmq.RECONNECT_IVL, _ms(options.reconnect_min_s))
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _ms(options.reconnect_max_s))
     socket.setsockopt(zmq.HANDSHAKE_IVL, _ms(options.heartbeat_timeout_s))
@@ -86,7 +88,7 @@ def bind(
     context: TransportContext,
     socket: "zmq.Socket[bytes]",
     endpoint: str,
-    channel: Channel,
+    options: SocketOptions,
     *,
     allow_remote: bool,
 ) -> str:
@@ -94,7 +96,7 @@ def bind(
 
     Without keys an address that other hosts reach is refused, unless `allow_remote` says it is wanted.
     """
-    parsed = parse_endpoint(endpoint)
+    parsed, channel = parse_endpoint(endpoint), options.channel
     security = context.security
     protected = security is not None and security.protects(channel, parsed.scheme)
     if not parsed.is_local and not protected:
@@ -119,9 +121,12 @@ def bind(
     return with_key(bound, security.public) if security is not None and protected else bound
 
 
-def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: str, channel: Channel) -> str:
+def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: str, options: SocketOptions) -> str:
     """Connect, and return the address to disconnect with. ConfigError when it is no address to connect to."""
+    channel = options.channel
     parsed = check_connectable(context, endpoint, channel)
+    if parsed.scheme != "inproc":
+        _beat(socket, options)
     if context.security is not None and context.security.protects(channel, parsed.scheme):
         context.security.secure_client(socket, channel, parsed)
     try:
@@ -132,6 +137,23 @@ def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: st
     except zmq.ZMQError as error:
         raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from None
     return address
+
+
+def _beat(socket: "zmq.Socket[bytes]", options: SocketOptions) -> None:
+    """Heartbeats, for the end that connects; the other one answers, and ends the connection when none come.
+
+    ZeroMQ ends the process when a heartbeat is due on a connection that broke while its reading was stopped: a full
+    receive mark, or a routing id that another connection took over (libzmq's `!_io_error`, issues 3937 and 4364). So
+    who binds sends none, and who connects never stops reading: what comes is bounded by what its few peers send.
+    """
+    if not options.heartbeat_s:
+        return
+    timeout_ms = _ms(options.heartbeat_timeout_s)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _ms(options.heartbeat_s))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, _MOST_TTL_MS))
+    if socket.getsockopt(zmq.RCVHWM):  # to set it again would reach for pipes that are coming to their end: a crash
+        socket.setsockopt(zmq.RCVHWM, 0)
 
 
 def check_connectable(context: TransportContext, endpoint: str, channel: Channel) -> Endpoint:

@@ -11,8 +11,7 @@ import zmq
 
 from common.errors import InvariantError
 from common.transport import nowait, options
-from common.transport.announce import ANNOUNCE_OPTIONS
-from common.transport.channel import Channel
+from common.transport.announce import ANNOUNCE_OPTIONS, MEMBERS_OPTIONS
 from common.transport.context import TransportContext
 from common.transport.nowait import RECEIVE_BATCH
 from common.transport.poll_loop import PollLoop
@@ -45,19 +44,12 @@ class AnnouncementProxy:
         self._wakeup.open()
         self._nodes = _Side(self._context.open_socket(zmq.XSUB, "announcement proxy, nodes"))
         self._workers = _Side(self._context.open_socket(zmq.XPUB, "announcement proxy, workers"))
-        for side in (self._nodes, self._workers):
-            options.apply(side.poll_handle, ANNOUNCE_OPTIONS)
+        nodes, workers = self._nodes.poll_handle, self._workers.poll_handle
+        options.apply(nodes, ANNOUNCE_OPTIONS)
+        options.apply(workers, MEMBERS_OPTIONS)
         return (
-            options.bind(
-                self._context,
-                self._nodes.poll_handle,
-                nodes_endpoint,
-                Channel.ANNOUNCE,
-                allow_remote=allow_remote,
-            ),
-            options.bind(
-                self._context, self._workers.poll_handle, workers_endpoint, Channel.MEMBERS, allow_remote=False
-            ),
+            options.bind(self._context, nodes, nodes_endpoint, ANNOUNCE_OPTIONS, allow_remote=allow_remote),
+            options.bind(self._context, workers, workers_endpoint, MEMBERS_OPTIONS, allow_remote=False),
         )
 
     def run(self, is_wanted: Callable[[], bool] = lambda: True) -> None:

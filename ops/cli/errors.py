@@ -22,7 +22,8 @@ def report(error: BaseException, command: str, *, debug: bool) -> int:
         traceback.print_exception(error)
     # Whoever pressed Ctrl-C made no error.
     mark = "" if isinstance(error, KeyboardInterrupt) else "error: "
-    sys.stderr.write(f"{command}: {mark}{_text(error)}\n")
+    if sys.stderr is not None:  # None when it was closed before the start
+        sys.stderr.write(f"{command}: {mark}{_text(error)}\n")
     return WRONG_USE if isinstance(_first(error), _WRONG_USE) else FAILED
 
 

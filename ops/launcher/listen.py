@@ -5,7 +5,7 @@ import errno
 import socket
 from dataclasses import dataclass
 
-from common.errors import KvferryError
+from common.errors import ConfigError, KvferryError
 
 UNREAD_S = 120.0
 """A client that takes nothing for so long, although something waits for it, is cut off: its answer would be kept for as
@@ -32,13 +32,13 @@ class Listener:
 
 
 def listen(host: str, port: int, backlog: int, *, unread_s: float = UNREAD_S) -> Listener:
-    """Bind and listen. KvferryError when the port is taken or the address is not this machine's."""
+    """Bind and listen. ConfigError when the address is none of this machine's, KvferryError when the port is taken."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise KvferryError(f"router.host: {host!r} is no address: {error.strerror}") from None
+        raise ConfigError(f"router.host: {host!r} is no address: {error.strerror}") from None
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,6 +47,8 @@ def listen(host: str, port: int, backlog: int, *, unread_s: float = UNREAD_S) ->
         sock.listen(backlog)
     except OSError as error:
         sock.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(f"router.host: {host} is no address of this machine") from None
         why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be listened on: {error.strerror}"
         raise KvferryError(f"port {port} on {host} {why}; choose another with --port, or 0 for any free one") from None
     return Listener(sock, host, sock.getsockname()[1])

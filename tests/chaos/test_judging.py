@@ -7,6 +7,7 @@ import pytest
 from tests.chaos.asks import Ask, Generation
 from tests.chaos.client import End, Record, judge
 from tests.chaos.crowd import Client, Target
+from tests.chaos.deaths import strange_deaths
 from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.faults import Fault, Kind, faults
 from tests.chaos.recovery import percentile, recoveries
@@ -124,3 +125,21 @@ def test_fault_proxy_places_every_node_behind_a_front() -> None:
         assert any("prefill.kv_advertise" in word for word in places["prefill-0"].after)
     finally:
         links.close()
+
+
+def test_a_process_that_ended_by_itself_is_wrong() -> None:
+    done = """
+        WARNING serve kvferry.launcher: decode-0 was ended by signal 9; starting it again in 0.2 s
+        WARNING serve kvferry.launcher: decode-0 was ended by signal 15; starting it again in 0.2 s
+        WARNING serve kvferry.launcher: decode-0 ended with code 0; starting it again in 0.2 s
+        ERROR   router gunicorn.error: Worker (pid:17) was sent SIGKILL! Perhaps out of memory?
+    """
+    assert strange_deaths(done) == []
+    for line in (
+        "WARNING serve kvferry.launcher: decode-0 was ended by signal 6; starting it again in 0.2 s",
+        "WARNING serve kvferry.launcher: prefill-1 ended with code 1; starting it again in 0.2 s",
+        "ERROR   router gunicorn.error: Worker (pid:17) was sent SIGSEGV!",
+        "ERROR   router gunicorn.error: Worker (pid:17) exited with code 3.",
+    ):
+        (found,) = strange_deaths(done + line)
+        assert found.endswith(line)

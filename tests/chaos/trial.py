@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Crowd, Target, learn, now
+from tests.chaos.deaths import strange_deaths
 from tests.chaos.faults import Kind, faults
 from tests.chaos.recovery import Recovery, recoveries
 from tests.chaos.sampler import Sample, Sampler, grown, look
@@ -74,6 +75,7 @@ async def run_trial(stand: Stand, plan: Plan, target: Target) -> Result:
         result.samples = sampler.samples
     result.wrong += [f"{record.end.value}: {record.wrong}: {record}"[:600] for record in result.records if record.wrong]
     result.wrong += unexplained(result)
+    result.wrong += strange_deaths(stand.served.log())
     return result
 
 

@@ -66,6 +66,13 @@ def test_a_line_for_people(start):
     )
 
 
+def test_what_others_sent_makes_no_line_of_its_own(start):
+    stream = start(LogConfig())
+    logging.getLogger("a").info("peer %s", "x\ny\x1b[2J\x00", extra={"client_id": "a\rb"})
+    (line,) = stream.getvalue().splitlines()
+    assert line.endswith(r"peer x\x0ay\x1b[2J\x00 client_id=a\x0db")
+
+
 def test_a_line_for_machines(start):
     stream = start(LogConfig(format="json"))
     log = request_logger(logging.getLogger("a"), "ab" * 16)

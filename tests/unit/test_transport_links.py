@@ -17,7 +17,8 @@ from common.transport.outbox import SendResult
 from tests.support.transport import bind_again, ipc_endpoint, take_one, transport_context, wait_until
 
 OPTIONS = SocketOptions.control(Limits())
-TIGHT = SocketOptions(high_water=2, outbox_messages=5, reconnect_min_s=0.01, reconnect_max_s=0.02)
+TIGHT = SocketOptions(high_water=2, outbox_messages=5, heartbeat_s=0.0, reconnect_min_s=0.01, reconnect_max_s=0.02)
+"""Without heartbeats, with which a link takes all that comes."""
 
 
 @pytest.fixture
