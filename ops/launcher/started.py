@@ -10,14 +10,17 @@ from collections.abc import Iterator
 from typing import IO
 
 from common import with_parent
-from common.errors import KvferryError
+from common.errors import ConfigError, KvferryError
 
 _STOP_S = 60.0
+_WRONG_USE = 2
+"""Exit code of a command that was used wrongly."""
 
 
 @contextlib.contextmanager
 def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
-    """`kvferry serve` with these words; yields url and model name. KvferryError when it does not come up or stop."""
+    """`kvferry serve` with these words; yields url and model name. KvferryError when it does not come up or stop,
+    ConfigError when the words are to blame. Whatever else goes wrong meanwhile is told in place of how it ended."""
     serve = (sys.executable, "-m", "ops.cli.main", "serve", "--port", "0", "--set", "log.level=warning")
     # Whatever becomes of this process, the cluster does not stay behind.
     command = (sys.executable, with_parent.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *serve)
@@ -30,21 +33,24 @@ def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
     ):
         try:
             yield _ready(server, log)
-        finally:
-            server.send_signal(signal.SIGTERM)
-            _await_end(server, log)
+        except BaseException:
+            with contextlib.suppress(KvferryError):
+                _stop(server, log)
+            raise
+        _stop(server, log)
 
 
 def _ready(server: "subprocess.Popen[str]", log: IO[str]) -> tuple[str, str]:
     assert server.stdout is not None
     words = server.stdout.readline().split()
     if len(words) != 3 or words[0] != "ready":
-        server.wait()
-        raise KvferryError(f"the cluster did not start: {_last_line(log)}")
+        kind = ConfigError if server.wait() == _WRONG_USE else KvferryError
+        raise kind(f"the cluster did not start: {_last_line(log)}")
     return words[1], words[2].removeprefix("model=")
 
 
-def _await_end(server: "subprocess.Popen[str]", log: IO[str]) -> None:
+def _stop(server: "subprocess.Popen[str]", log: IO[str]) -> None:
+    server.send_signal(signal.SIGTERM)
     try:
         code = server.wait(_STOP_S)
     except subprocess.TimeoutExpired:
