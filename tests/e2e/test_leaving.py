@@ -44,11 +44,11 @@ def decode_steps(watch: NodeWatch) -> int:
 
 def logged_end(served: Served, client_id: str) -> tuple[int, int, str]:
     """Status, generated tokens and outcome of a request, as the access log says when it is over."""
-    pattern = rf"infer (\d+) \[.*client_id={client_id} .*completion_tokens=(\d+) outcome=(\w+)"
+    pattern = rf"infer (\d+) \[.*client_id={client_id} .*outcome=(\w+) .*completion_tokens=(\d+)"
     wait_until(lambda: re.search(pattern, served.log()) is not None, f"{client_id} is over")
     found = re.search(pattern, served.log())
     assert found is not None
-    return int(found[1]), int(found[2]), found[3]
+    return int(found[1]), int(found[3]), found[2]
 
 
 @pytest.mark.parametrize("how", ["close", "reset"])
