@@ -67,7 +67,7 @@ void run_matrix_unit(const Job<Bf16, Bf16>& job, const Block& block) {
     if constexpr (std::is_same_v<K, Bf16>) {
       run_rows(job, unit, late, block, PackedTiles{panels.at(panel), panels.units}, panel, together);
     } else if (block.rows <= kMatrixRows) {
-      run_rows(job, unit, late, block, UnpackedTiles(panels.at(panel), panels.units), panel, together);
+      run_rows(job, unit, late, block, UnpackedTiles(panels.at(panel), panels.units, pairs), panel, together);
     } else {
       auto* room = static_cast<uint32_t*>(scratch(kSlotWide, uint64_t(together * pairs * kPanel) * sizeof(uint32_t)));
       const PackedTiles right = unpack_panels(panels.at(panel), panels.units, together, pairs, room);

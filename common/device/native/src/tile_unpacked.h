@@ -13,15 +13,16 @@ static inline __m512 of_int8(const int8_t* values) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_raw<__m128i>(values)));
 }
 
+// The upper halves of two vectors, those of the first below those of the second.
+static inline void store_pairs(__m512i even, __m512i odd, uint32_t* to) {
+  _mm512_store_si512(to, _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd));
+}
+
 // Pairs [pair, pair + 16) of k of a panel.
 static inline void unpack_tile(const int8_t* panel, int64_t pair, uint32_t* to) {
-  const __m512i upper = _mm512_set1_epi32(int32_t(0xffff0000u));
   const int8_t* from = panel + 2 * pair * kPanel;
-  for (int row = 0; row < kMatrixPairs; row++, from += 2 * kPanel) {
-    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(of_int8(from)), 16);
-    const __m512i high = _mm512_and_si512(_mm512_castps_si512(of_int8(from + kPanel)), upper);
-    _mm512_store_si512(to + row * kPanel, _mm512_or_si512(low, high));
-  }
+  for (int row = 0; row < kMatrixPairs; row++, from += 2 * kPanel, to += kPanel)
+    store_pairs(_mm512_castps_si512(of_int8(from)), _mm512_castps_si512(of_int8(from + kPanel)), to);
 }
 
 // Of eight values in each lane, `at`: as floats. Only the lowest four bits of a lane choose from the table.
@@ -30,24 +31,17 @@ static inline __m512 of_int4(__m512i eight, int at) {
   return _mm512_permutexvar_ps(_mm512_srli_epi32(eight, unsigned(4 * at)), table);
 }
 
-// Picks lane i of the first half and lane i of the second one in turn.
-static inline __m512i interleaving() {
-  alignas(64) static constexpr uint16_t picks[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_load_si512(picks);
-}
-
 static inline void unpack_tile(const Group4* panel, int64_t pair, uint32_t* to) {
   const Group4& group = panel[pair / kMatrixPairs];
   const __m512 scale = _mm512_cvtph_ps(load_raw<__m256i>(group.scale)), low = _mm512_cvtph_ps(load_raw<__m256i>(group.low));
-  const __m512i picks = interleaving();
+  const __m512i half = _mm512_set1_epi32(0x8000);  // of what is cut off
   for (int part = 0; part < kGroup / 8; part++) {
     const __m512i eight = load_raw<__m512i>(group.values[part]);
 #pragma GCC unroll 4
     for (int at = 0; at < 8; at += 2, to += kPanel) {
       const __m512 even = _mm512_fmadd_ps(of_int4(eight, at), scale, low);
       const __m512 odd = _mm512_fmadd_ps(of_int4(eight, at + 1), scale, low);
-      _mm512_store_si512(to, _mm512_permutexvar_epi16(picks, (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+      store_pairs(_mm512_add_epi32(_mm512_castps_si512(even), half), _mm512_add_epi32(_mm512_castps_si512(odd), half), to);
     }
   }
 }
@@ -73,14 +67,24 @@ PackedTiles unpack_panels(const Right* panels, int64_t panel_units, int count, i
   return {to, pairs * kPanel};
 }
 
-// As `PackedTiles`, for a number of rows that meets each tile once. The one after is made while the unit is busy.
+// As `PackedTiles`, for a number of rows that meets each tile once. Tiles are made two steps before they are loaded: the
+// unit cannot take them from stores that are still on their way.
 template <class Right>
 class UnpackedTiles {
  public:
-  UnpackedTiles(const Right* panels, int64_t panel_units) : panels_(panels), panel_units_(panel_units) {}
+  UnpackedTiles(const Right* panels, int64_t panel_units, int64_t pairs)
+      : panels_(panels), panel_units_(panel_units), pairs_(pairs) {}
 
   template <int PANELS>
   void prepare(int64_t k) {
+    if (k == 0) unpack<PANELS>(0);
+    if (k + kMatrixPairs < pairs_) unpack<PANELS>(k + kMatrixPairs);
+  }
+  const uint32_t* at(int panel, int64_t k) { return room(panel, k); }
+
+ private:
+  template <int PANELS>
+  void unpack(int64_t k) {
     for (int p = 0; p < PANELS; p++) {
       const Right* own = panels_ + p * panel_units_;
       fetch_tile(own + PANELS * panel_units_, k);
@@ -88,14 +92,11 @@ class UnpackedTiles {
     }
     tiles_see_memory();
   }
-  const uint32_t* at(int panel, int64_t k) { return room(panel, k); }
-
- private:
-  uint32_t* room(int panel, int64_t k) { return room_[k / kMatrixPairs % 2][panel]; }
+  uint32_t* room(int panel, int64_t k) { return room_[k / kMatrixPairs % 3][panel]; }
 
   const Right* panels_;
-  int64_t panel_units_;
-  alignas(64) uint32_t room_[2][4][kMatrixPairs * kPanel];
+  int64_t panel_units_, pairs_;
+  alignas(64) uint32_t room_[3][4][kMatrixPairs * kPanel];
 };
 
 #endif
