@@ -13,6 +13,8 @@ from common.state.events import Event, PieceArrived, PieceBad, SessionClosed
 from ops.simulate.clock import EventLoop
 from ops.simulate.kv_store import KvMismatchError, KvStore
 
+BELOW = "a piece for a position below"
+"""Why a piece is bad that would be written into KV which was there before the grant."""
 COPY_S = 0.002
 """From a staging slot into blocks."""
 
@@ -94,9 +96,8 @@ class KvReceiver:
             self.num_dropped += 1
             return
         if piece.token_start < expected.first_token:
-            raise KvMismatchError(
-                f"{self.host}: a piece for position {piece.token_start}, below {expected.first_token}"
-            )
+            self.post(PieceBad(piece.key, piece.number, f"{BELOW} {expected.first_token}"))
+            return
         if damaged:
             self.post(PieceBad(piece.key, piece.number, "checksum"))
             return

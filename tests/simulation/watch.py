@@ -23,7 +23,8 @@ from common.protocol.messages import (
     Welcome,
 )
 from common.state.actions import Send
-from common.state.events import Received, Tick
+from common.state.events import PieceBad, Received, Tick
+from ops.simulate.kv_receiver import BELOW
 from ops.simulate.node import SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
@@ -47,7 +48,9 @@ class Watch:
     counts: Counter[str] = field(default_factory=Counter)
     _ticked: dict[str, float] = field(default_factory=dict)
     _targets: dict[tuple[RequestId, int], TransferKey] = field(default_factory=dict)
-    _granted: set[TransferKey] = field(default_factory=set)
+    _granted: dict[TransferKey, set[int]] = field(default_factory=dict)
+    """With the first token of each grant: a Reserve that comes late, after a Cancel, is granted anew."""
+    _revoked: set[TransferKey] = field(default_factory=set)
     _preempted: dict[RequestId, set[int]] = field(default_factory=dict)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
 
@@ -62,6 +65,8 @@ class Watch:
                 self._heard(process, envelope)
             case Tick() if isinstance(process, SimNode):
                 self._check_engine(process)
+            case PieceBad(key, _, reason) if reason.startswith(BELOW):
+                self._check_below(process, key, reason)
             case _:
                 pass
 
@@ -78,6 +83,11 @@ class Watch:
                     raise Violation(f"{process.host} is welcome where it does not fit")
             case _:
                 pass
+
+    def _check_below(self, process: Process, key: TransferKey, reason: str) -> None:
+        """It is of an earlier grant, of an attempt that was cancelled: what was revoked is not granted anew."""
+        if key in self._revoked or len(self._granted.get(key, ())) < 2:
+            raise Violation(f"{process.host}: {reason}")
 
     def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
         """Age and deadline go on over all attempts."""
@@ -137,7 +147,7 @@ class Watch:
                 if stream is not None:
                     self._check_clocks(process, stream, message)
             case Granted(key=key) if isinstance(process, SimNode):
-                self._granted.add(key)
+                self._granted.setdefault(key, set()).add(message.first_token)
                 if process.core.draining_since is not None:
                     raise Violation(f"{process.host} drains and grants room")
             case Commit(key=key):
@@ -152,7 +162,8 @@ class Watch:
                 self.counts[f"Refused {reason[:30]}"] += 1
             case Queued():
                 self.counts["Queued"] += 1
-            case Revoke(reason=reason):
+            case Revoke(key=key, reason=reason):
+                self._revoked.add(key)
                 self.counts[f"Revoke {reason[:30]}"] += 1
             case HandedOver():
                 self.counts["HandedOver"] += 1
