@@ -82,15 +82,18 @@ void run_matrix_unit(const Job<Bf16, Bf16>& job, const Block& block) {
 template <class T>
 void run_rounded(const Job<Whole8OfUnit, T>& job, const RoundedRows& rows, const Block& block) {
   const Panels<Whole8> panels(*job.weight);
+  const int most = block.rows <= kFewRows ? 2 : 1;
   alignas(64) float tile[kRoundedRows * kPanel];
   RoundedUnit unit;
-  for (int64_t panel = block.first_panel; panel < block.end_panel; panel++)
+  for (int64_t panel = block.first_panel; panel < block.end_panel;) {
+    const int together = panel + most <= block.end_panel ? most : 1;
     for (int64_t row = block.first_row; row < block.first_row + block.rows; row += kRoundedRows) {
       const int height = int(std::min<int64_t>(kRoundedRows, block.first_row + block.rows - row));
-      unit.multiply(height, rows.x.values + row * rows.x.stride, rows.x.stride, rows.scales + row * rows.groups,
-                    rows.groups, panels.at(panel), tile);
-      put_tile(job, tile, height, 1, row, panel);
+      unit.multiply(height, together, rows, row, panels.at(panel), panels.units, tile);
+      put_tile(job, tile, height, together, row, panel);
     }
+    panel += together;
+  }
 }
 
 #endif

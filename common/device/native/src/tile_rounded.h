@@ -1,4 +1,5 @@
-// Rounded rows times weights of 8 bits by the matrix unit: up to 16 rows times one panel, [k / 4][16] of four values of k.
+// Rounded rows times weights of 8 bits by the matrix unit: up to 16 rows times one panel, [k / 4][16] of four values of k,
+// or a few rows times two: memory is read faster from two places in turn than from one.
 //
 // The sums of a group are exact, and groups are added up as in `tile` of tile_quantized.h: the bits are the same.
 #pragma once
@@ -9,6 +10,8 @@ namespace kvferry {
 #if defined(KVFERRY_MATRIX_UNIT)
 
 constexpr int kRoundedRows = 16;
+constexpr int kFewRows = 4;  // that two panels are taken together for
+constexpr int kGroupUnits = Sides<Whole8>::kUnit;
 
 struct Whole8OfUnit {};
 template <>
@@ -44,19 +47,20 @@ RoundedRows rounded_rows(const T* x, int64_t stride, int64_t rows, int64_t in, i
   return {{values, width}, scales, groups};
 }
 
-// Tiles 0 and 1: sums of a group; 4 and 5: rows; 6 and 7: a panel. While one group is multiplied the one before is added.
+// Tiles 0 to 3: sums of a group; 4 and 5: rows; 6 and 7: panels. While one group is multiplied the one before is added.
 class RoundedUnit {
  public:
   ~RoundedUnit() { _tile_release(); }
 
-  // left [rows] -> out [rows][16]; `right` is a panel.
-  void multiply(int rows, const int8_t* left, int64_t stride, const float* scales, int64_t groups, const Two8* right,
+  // left [rows] -> out [rows][panels * 16]; `right`: panels of `panel_units`, 1, or 2 where there are few rows.
+  void multiply(int rows, int panels, const RoundedRows& left, int64_t row, const Two8* right, int64_t panel_units,
                 float* out) {
     if (rows != rows_) shape(rows);
-    if (rows > 8) run<16>(left, stride, scales, groups, right, out);
-    else if (rows > 4) run<8>(left, stride, scales, groups, right, out);
-    else if (rows > 1) run<4>(left, stride, scales, groups, right, out);
-    else run<1>(left, stride, scales, groups, right, out);
+    if (rows > 8) run<16, 1>(left, row, right, panel_units, out);
+    else if (rows > kFewRows) run<8, 1>(left, row, right, panel_units, out);
+    else if (panels == 1) run<kFewRows, 1>(left, row, right, panel_units, out);
+    else if (rows > 1) run<kFewRows, 2>(left, row, right, panel_units, out);
+    else run<1, 2>(left, row, right, panel_units, out);
   }
 
  private:
@@ -65,52 +69,76 @@ class RoundedUnit {
     rows_ = rows;
   }
 
-  template <int ROWS>
-  void run(const int8_t* left, int64_t stride, const float* scales, int64_t groups, const Two8* right, float* out) {
-    __m512 acc[ROWS];
+  template <int ROWS, int PANELS>
+  void run(const RoundedRows& rows, int64_t row, const Two8* right, int64_t panel_units, float* out) {
+    const int8_t* left = rows.x.values + row * rows.x.stride;
+    const float* scales = rows.scales + row * rows.groups;
+    const int64_t groups = rows.groups;
+    __m512 acc[PANELS][ROWS];
+#pragma GCC unroll 2
+    for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) acc[r] = _mm512_setzero_ps();
-    begin<0>(left, stride, right);
+      for (int r = 0; r < ROWS; r++) acc[p][r] = _mm512_setzero_ps();
+    begin<0, PANELS>(left, rows.x.stride, right, panel_units);
     for (int64_t g = 1; g < groups; g += 2) {
-      begin<1>(left + g * kRounded, stride, right + g * Sides<Whole8>::kUnit);
+      begin<1, PANELS>(left + g * kRounded, rows.x.stride, right + g * kGroupUnits, panel_units);
       add<0>(acc, scales + g - 1, groups);
-      if (g + 1 < groups) begin<0>(left + (g + 1) * kRounded, stride, right + (g + 1) * Sides<Whole8>::kUnit);
+      if (g + 1 < groups)
+        begin<0, PANELS>(left + (g + 1) * kRounded, rows.x.stride, right + (g + 1) * kGroupUnits, panel_units);
       add<1>(acc, scales + g, groups);
     }
     if (groups % 2) add<0>(acc, scales + groups - 1, groups);
+#pragma GCC unroll 2
+    for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + r * kPanel, acc[r]);
+      for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + (r * PANELS + p) * kPanel, acc[p][r]);
   }
 
-  template <int SIDE>
-  void begin(const int8_t* left, int64_t stride, const Two8* right) {
+  template <int SIDE, int PANELS>
+  void begin(const int8_t* left, int64_t stride, const Two8* right, int64_t panel_units) {
     if constexpr (SIDE == 0) {
       _tile_zero(0);
       _tile_loadd(4, left, stride);
       _tile_loadd(6, right, 64);
       _tile_dpbssd(0, 4, 6);
-      _tile_stored(0, sums_[0], 64);
+      _tile_stored(0, sums_[0][0], 64);
+      if constexpr (PANELS > 1) {
+        _tile_zero(2);
+        _tile_loadd(7, right + panel_units, 64);
+        _tile_dpbssd(2, 4, 7);
+        _tile_stored(2, sums_[0][1], 64);
+      }
     } else {
       _tile_zero(1);
       _tile_loadd(5, left, stride);
       _tile_loadd(7, right, 64);
       _tile_dpbssd(1, 5, 7);
-      _tile_stored(1, sums_[1], 64);
+      _tile_stored(1, sums_[1][0], 64);
+      if constexpr (PANELS > 1) {
+        _tile_zero(3);
+        _tile_loadd(6, right + panel_units, 64);
+        _tile_dpbssd(3, 5, 6);
+        _tile_stored(3, sums_[1][1], 64);
+      }
     }
     tiles_see_memory();
   }
 
-  template <int SIDE, int ROWS>
-  __attribute__((always_inline)) void add(__m512 (&acc)[ROWS], const float* scales, int64_t groups) {
+  template <int SIDE, int PANELS, int ROWS>
+  __attribute__((always_inline)) void add(__m512 (&acc)[PANELS][ROWS], const float* scales, int64_t groups) {
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      const __m512 sums = _mm512_cvtepi32_ps(_mm512_load_si512(sums_[SIDE] + r * kPanel));
-      acc[r] = _mm512_fmadd_ps(sums, _mm512_set1_ps(scales[r * groups]), acc[r]);
+      const __m512 scale = _mm512_set1_ps(scales[r * groups]);
+#pragma GCC unroll 2
+      for (int p = 0; p < PANELS; p++) {
+        const __m512 sums = _mm512_cvtepi32_ps(_mm512_load_si512(sums_[SIDE][p] + r * kPanel));
+        acc[p][r] = _mm512_fmadd_ps(sums, scale, acc[p][r]);
+      }
     }
   }
 
   int rows_ = 0;
-  alignas(64) int32_t sums_[2][kRoundedRows * kPanel] = {};
+  alignas(64) int32_t sums_[2][2][kRoundedRows * kPanel] = {};
 };
 
 #endif
