@@ -13,8 +13,6 @@ from common.transport.context import TransportContext
 from common.transport.probe import ProbeResult, probe
 
 _IPC_PROBE_S = 0.5
-_MOST_TTL_MS = 6_553_599
-"""It goes over the wire as tenths of seconds in two bytes."""
 
 
 DEFAULT_TIMERS = Timers()
@@ -110,6 +108,8 @@ def bind(
         raise ConfigError(f"cannot bind {endpoint}: another process listens there")  # ZeroMQ would take it over
     if protected:
         context.secure_server(socket, channel)
+    if parsed.scheme != "inproc":
+        _beat(socket, options)
     try:
         socket.setsockopt(zmq.IPV6, 1 if ":" in parsed.host and parsed.scheme == "tcp" else 0)
         socket.bind(_bind_address(parsed))
@@ -140,18 +140,16 @@ def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: st
 
 
 def _beat(socket: "zmq.Socket[bytes]", options: SocketOptions) -> None:
-    """Heartbeats, for the end that connects; the other one answers, and ends the connection when none come.
+    """Heartbeats, and no receive mark with them.
 
-    ZeroMQ ends the process when a heartbeat is due on a connection that broke while its reading was stopped: a full
-    receive mark, or a routing id that another connection took over (libzmq's `!_io_error`, issues 3937 and 4364). So
-    who binds sends none, and who connects never stops reading: what comes is bounded by what its few peers send.
+    ZeroMQ ends the process when a heartbeat is due on a connection that broke while its reading was stopped (libzmq's
+    `!_io_error`, issues 3937 and 4364), and a full mark stops it. What comes is bounded by the protocol: by windows for
+    KV, and by peers that are given up when they are silent.
     """
     if not options.heartbeat_s:
         return
-    timeout_ms = _ms(options.heartbeat_timeout_s)
     socket.setsockopt(zmq.HEARTBEAT_IVL, _ms(options.heartbeat_s))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, min(timeout_ms, _MOST_TTL_MS))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(options.heartbeat_timeout_s))
     if socket.getsockopt(zmq.RCVHWM):  # to set it again would reach for pipes that are coming to their end: a crash
         socket.setsockopt(zmq.RCVHWM, 0)
 

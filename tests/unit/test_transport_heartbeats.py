@@ -22,27 +22,6 @@ UNREAD = 30
 DEADLINE_S = 60
 
 
-def took_over(address: str) -> None:
-    """Another connection has its routing id; something of the first is unread when that closes."""
-    me = new_incarnation()
-    with transport_context() as context:
-        node = NodeSocket(context, FAST)
-        bound = node.bind(address)
-        links = [LinkSocket(context, me, FAST) for _ in range(2)]
-        for link in links:
-            link.open()
-            link.connect(bound)
-            link.send([b"hello"])
-            take_one(node.receive, step=link.flush)
-        for _ in range(20):
-            links[0].send([b"nobody reads this"])
-        links[0].flush()
-        links[0].close()
-        _some_heartbeats(context)
-        links[1].close()
-        node.close()
-
-
 def unread_node(address: str) -> None:
     """More came than it takes in before it is read, and the client is gone."""
     with transport_context() as context:
@@ -90,7 +69,7 @@ def _some_heartbeats(context: TransportContext) -> None:
         link.close()
 
 
-STORIES = {story.__name__: story for story in (took_over, unread_node, unread_link)}
+STORIES = {story.__name__: story for story in (unread_node, unread_link)}
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
