@@ -99,7 +99,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slots_per_transfer: int = 8
     """Staging slots that one hand-over gets at most."""
     control_high_water: int = 1000
-    """ZeroMQ's high-water mark on control sockets, in messages."""
+    """ZeroMQ's high-water mark for messages that leave a control socket."""
     outbox_messages: int = 10000
     """Messages kept for a peer that is full; beyond it the link counts as down."""
     job_ids_max_bytes: int = 4_194_304

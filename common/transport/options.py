@@ -25,7 +25,7 @@ class SocketOptions:
     channel: Channel = Channel.CONTROL
     """What it is for: decides whose keys are at its ends."""
     high_water: int = 1000
-    """Messages that ZeroMQ keeps for a peer, each way."""
+    """Messages that ZeroMQ keeps for a peer; of those that come, too, where there are no heartbeats."""
     max_frame_bytes: int = 8_388_608
     """A peer that sends a larger frame is disconnected."""
     outbox_messages: int = 10_000
@@ -108,8 +108,7 @@ def bind(
         raise ConfigError(f"cannot bind {endpoint}: another process listens there")  # ZeroMQ would take it over
     if protected:
         context.secure_server(socket, channel)
-    if parsed.scheme != "inproc":
-        _beat(socket, options)
+    _beat(socket, parsed, options)
     try:
         socket.setsockopt(zmq.IPV6, 1 if ":" in parsed.host and parsed.scheme == "tcp" else 0)
         socket.bind(_bind_address(parsed))
@@ -125,8 +124,7 @@ def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: st
     """Connect, and return the address to disconnect with. ConfigError when it is no address to connect to."""
     channel = options.channel
     parsed = check_connectable(context, endpoint, channel)
-    if parsed.scheme != "inproc":
-        _beat(socket, options)
+    _beat(socket, parsed, options)
     if context.security is not None and context.security.protects(channel, parsed.scheme):
         context.security.secure_client(socket, channel, parsed)
     try:
@@ -139,14 +137,14 @@ def connect(context: TransportContext, socket: "zmq.Socket[bytes]", endpoint: st
     return address
 
 
-def _beat(socket: "zmq.Socket[bytes]", options: SocketOptions) -> None:
-    """Heartbeats, and no receive mark with them.
+def _beat(socket: "zmq.Socket[bytes]", endpoint: Endpoint, options: SocketOptions) -> None:
+    """Heartbeats, and no receive mark with them. Neither within a process.
 
     ZeroMQ ends the process when a heartbeat is due on a connection that broke while its reading was stopped (libzmq's
     `!_io_error`, issues 3937 and 4364), and a full mark stops it. What comes is bounded by the protocol: by windows for
     KV, and by peers that are given up when they are silent.
     """
-    if not options.heartbeat_s:
+    if not options.heartbeat_s or endpoint.scheme == "inproc":
         return
     socket.setsockopt(zmq.HEARTBEAT_IVL, _ms(options.heartbeat_s))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ms(options.heartbeat_timeout_s))

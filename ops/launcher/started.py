@@ -11,10 +11,9 @@ from typing import IO
 
 from common import with_parent
 from common.errors import ConfigError, KvferryError
+from ops.cli.errors import WRONG_USE
 
 _STOP_S = 60.0
-_WRONG_USE = 2
-"""Exit code of a command that was used wrongly."""
 
 
 @contextlib.contextmanager
@@ -44,7 +43,7 @@ def _ready(server: "subprocess.Popen[str]", log: IO[str]) -> tuple[str, str]:
     assert server.stdout is not None
     words = server.stdout.readline().split()
     if len(words) != 3 or words[0] != "ready":
-        kind = ConfigError if server.wait() == _WRONG_USE else KvferryError
+        kind = ConfigError if server.wait() == WRONG_USE else KvferryError
         raise kind(f"the cluster did not start: {_last_line(log)}")
     return words[1], words[2].removeprefix("model=")
 

@@ -94,6 +94,7 @@ class RoundedUnit {
       for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + (r * PANELS + p) * kPanel, acc[p][r]);
   }
 
+  // Twice the same with other tiles: the compiler takes their numbers as literals alone.
   template <int SIDE, int PANELS>
   void begin(const int8_t* left, int64_t stride, const Two8* right, int64_t panel_units) {
     if constexpr (SIDE == 0) {
