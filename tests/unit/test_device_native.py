@@ -1,7 +1,9 @@
 """What the native ops promise beyond the op table: bits that depend on a row alone, in every shape that they take."""
 
 import math
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,35 @@ def test_attention_of_every_shape(
     wide = (cache[0].double(), cache[1].double())
     wanted = CpuOps().attention(query.double(), (wide[0].float(), wide[1].float()), meta, size**-0.5, window)
     assert torch.allclose(got.double(), wanted.double(), atol=TOLERANCE[dtype])
+
+
+class BusyLibrary:
+    """The kernels, while another thread begins a step by the same ops before each of them."""
+
+    def __init__(self, ops: NativeOps) -> None:
+        self._ops, self._library = ops, ops.library
+        self.other = step([1], [1], torch.zeros(1, 1, dtype=torch.int32))
+        self.called: list[str] = []
+
+    def __getattr__(self, kernel: str) -> Any:
+        def call(*args: Any) -> None:
+            batch = weakref.ref(self._ops._batch)
+            self._ops.batch_for(self.other)
+            assert batch() is not None, f"{kernel} would read what was freed"
+            self.called.append(kernel)
+            getattr(self._library, kernel)(*args)
+
+        return call
+
+
+def test_a_step_keeps_its_arrays_while_another_thread_begins_one(ops: NativeOps) -> None:
+    cache, tables = paged([4, 9], 2, 16, torch.float32, 0.0)
+    meta = step([1, 2], [4, 9], tables)
+    busy = BusyLibrary(ops)
+    ops.library = busy  # type: ignore[assignment]
+    ops.attention(randn(3, 4, 16), cache, meta, 1.0)
+    ops.kv_write(randn(3, 2, 16), randn(3, 2, 16), cache, meta)
+    assert set(busy.called) == {"kvf_attention", "kvf_write_cache"}
 
 
 @pytest.mark.parametrize("size", [16, 64, 96])

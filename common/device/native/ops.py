@@ -103,14 +103,14 @@ class NativeOps(CpuOps):
         if not all(_is_cache(tensor) and _takes(tensor, tokens) for tensor, tokens in pairs):
             super().kv_write(key, value, cache, meta)
             return
-        slots, threads = self.batch_for(meta).slots.data_ptr(), torch.get_num_threads()
+        batch, threads = self.batch_for(meta), torch.get_num_threads()
         for tensor, tokens in zip(cache, (key, value), strict=True):
             heads, size = tensor.shape[1], tensor.shape[3]
             source = _by_token(tokens.reshape(-1, heads, size))
             rows = source.shape[0]
             self.library.kvf_write_cache(
-                _is_bf16(source), source.data_ptr(), source.stride(0), heads, slots, tensor.data_ptr(), tensor.shape[2],
-                rows, size, threads,
+                _is_bf16(source), source.data_ptr(), source.stride(0), heads, batch.slots.data_ptr(),
+                tensor.data_ptr(), tensor.shape[2], rows, size, threads,
             )  # fmt: skip
 
     def attention(
@@ -122,16 +122,19 @@ class NativeOps(CpuOps):
         fits = _is_cache(keys) and keys.shape == values.shape and values.is_contiguous() and keys.shape[3] == size
         if not (fits and _takes(query, keys, values) and size % HEAD_MULTIPLE == 0):
             return super().attention(query, cache, meta, scale, window)
-        source = _by_token(query)
+        source, batch = _by_token(query), self.batch_for(meta)
         out = torch.empty((rows, heads * size), dtype=query.dtype)
         self.library.kvf_attention(
-            _is_bf16(query), self.batch_for(meta).reference, source.data_ptr(), source.stride(0), keys.data_ptr(),
+            _is_bf16(query), batch.reference, source.data_ptr(), source.stride(0), keys.data_ptr(),
             values.data_ptr(), heads, keys.shape[1], size, scale, window, out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
     def batch_for(self, meta: AttentionMetadata) -> NativeBatch:
-        """This step's arrays, made by its first layer. Two threads at once only lose the sharing."""
+        """This step's arrays, made by its first layer. Two threads at once only lose the sharing.
+
+        The caller keeps them while a kernel reads them: another thread's step may take their place here.
+        """
         batch = self._batch
         if batch is None or batch.meta is not meta:
             self._batch = batch = NativeBatch(meta)
