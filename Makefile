@@ -8,7 +8,8 @@
 #   make coverage lines and branches of the pure cores that their own tests and the simulation reach; 95 % at least
 #   make chaos    real processes under load that are killed, stopped and cut; CHAOS_ARGS="--faults 20" for less;
 #                 then the real model for a while, with CHAOS_REAL_ARGS
-#   make soak     100,000 short requests, goes on where it was stopped; then an abort storm. SOAK_ARGS, STORM_ARGS
+#   make soak     100,000 short requests, goes on where it was stopped, with SOAK_ARGS; then the real model for a
+#                 while, with SOAK_REAL_ARGS; then an abort storm, with STORM_ARGS
 #   make torture  simulated schedules of faults on all cores, 10,000 or TORTURE_ARGS="--seeds N", "--minutes M"; goes on
 #                 where it was stopped
 #   make test-npu the NPU code against the real torch_npu, in an environment of its own; needs no NPU
@@ -27,6 +28,7 @@ ARGS ?=
 CHAOS_ARGS ?=
 CHAOS_REAL_ARGS ?=
 SOAK_ARGS ?=
+SOAK_REAL_ARGS ?=
 STORM_ARGS ?=
 TORTURE_ARGS ?=
 
@@ -91,13 +93,14 @@ coverage: $(DEV)
 	$(BIN)/python -m coverage run -m pytest -q $(CORE_TESTS)
 	$(BIN)/python -m coverage report
 
-# Their reports are in build/chaos; with matplotlib (pip install -e ".[plot]") a plot too.
+# Their reports, with plots, are in build/chaos.
 chaos: $(DEV) model
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 	$(BIN)/python -m tests.chaos --real $(CHAOS_REAL_ARGS)
 
-soak: $(DEV)
+soak: $(DEV) model
 	$(BIN)/python -m tests.chaos.soak $(SOAK_ARGS)
+	$(BIN)/python -m tests.chaos.soak --real $(SOAK_REAL_ARGS)
 	$(BIN)/python -m tests.chaos.storm $(STORM_ARGS)
 
 # State and report are in build/torture.

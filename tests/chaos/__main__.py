@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ops.cli.numbers import three_counts
-from tests.chaos.asks import Sizes, pool
+from tests.chaos.asks import REAL_SIZES, Sizes, pool
 from tests.chaos.crowd import Target
 from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.links import Links
 from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
 from tests.chaos.report import write_report
-from tests.chaos.stand import VOCAB_SIZE, Shape, Stand, standing, tiny_model
+from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, standing, tiny_model
 from tests.chaos.trial import Plan, Result, run_trial
 from tests.support.keys import KeyRing
 from tests.support.real_model import real_model_path
@@ -32,10 +32,6 @@ _SETTINGS = {
     "serve.healthy_after_s": 2.0,
     "log.access_log": "false",
 }
-
-
-_REAL_SETTINGS = {**_SETTINGS, "node.kv_cache_bytes": 256 << 20, "node.threads": 1}
-_REAL_SIZES = Sizes(prompts=(1, 9, 60), outputs=(1, 2, 8, 24), shared=32, vocab_size=49152)
 _TINY = {"requests": 5000, "faults": 200, "gap": 3.0, "clients": 24, "think": 1.5, "pool": 96}
 _REAL = {"requests": 500, "faults": 25, "gap": 8.0, "clients": 12, "think": 1.5, "pool": 16}
 
@@ -76,7 +72,7 @@ def main(argv: list[str]) -> int:
         directory = Path(name)
         model = real_model_path() if args.real else tiny_model(directory / "m")
         keys = KeyRing(directory / "keys") if args.keys else None
-        settings = _REAL_SETTINGS if args.real else _SETTINGS
+        settings = {**_SETTINGS, **REAL_SETTINGS} if args.real else _SETTINGS
         prefill, decode, unsplit = args.nodes
         shape = Shape(model, prefill, decode, settings=settings, keys=keys, unsplit=unsplit)
         with standing(shape, directory, make_links) as stand:
@@ -91,7 +87,7 @@ def main(argv: list[str]) -> int:
 
 
 def _target(stand: Stand, args: argparse.Namespace) -> Target:
-    sizes = _REAL_SIZES if args.real else Sizes(vocab_size=VOCAB_SIZE)
+    sizes = REAL_SIZES if args.real else Sizes(vocab_size=VOCAB_SIZE)
     return Target(stand.served.port, stand.served.model, pool(args.seed, args.pool, sizes))
 
 

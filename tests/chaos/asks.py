@@ -48,6 +48,10 @@ class Sizes:
     vocab_size: int = 512
 
 
+REAL_SIZES = Sizes(prompts=(1, 9, 60), outputs=(1, 2, 8, 24), shared=32, vocab_size=49152)
+"""For the small real model."""
+
+
 def pool(seed: int, count: int, sizes: Sizes) -> tuple[Generation, ...]:
     """Mixed lengths, greedy and sampled with a seed."""
     rng = random.Random(f"pool-{seed}")

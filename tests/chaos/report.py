@@ -1,12 +1,12 @@
-"""One page about a trial: counts, ends, recovery times, memory and descriptors; a plot where matplotlib is at hand."""
+"""One page about a trial: counts, ends, recovery times, memory and descriptors; and a plot."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.chaos.faults import Kind
+from tests.chaos.plot import plot_trial
 from tests.chaos.recovery import percentile
-from tests.chaos.sampler import Sample
 from tests.chaos.trial import Result
 
 _WRONG_SHOWN = 20
@@ -15,11 +15,11 @@ _WIDTH = 40
 
 
 def write_report(result: Result, directory: Path, command: str, name: str = "chaos") -> Path:
-    """Write NAME.md, and NAME.png where it can be drawn; returns the page."""
+    """Write NAME.md and NAME.png; returns the page."""
     directory.mkdir(parents=True, exist_ok=True)
-    plotted = plot(result, directory / f"{name}.png")
+    plot_trial(result, directory / f"{name}.png")
     path = directory / f"{name}.md"
-    path.write_text("\n".join([*_page(result, command), *([f"\n![over time]({name}.png)"] if plotted else [])]) + "\n")
+    path.write_text("\n".join([*_page(result, command), f"\n![over time]({name}.png)"]) + "\n")
     return path
 
 
@@ -101,39 +101,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterable[st
     for row in rows:
         yield "| " + " | ".join(str(cell) for cell in row) + " |"
     yield ""
-
-
-def plot(result: Result, path: Path) -> bool:
-    """Completed requests a second with the faults, memory and descriptors over time. False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(11, 9), layout="constrained")
-    served, memory, descriptors = figure.subplots(3, 1, sharex=True)
-    ends = [record.ended - result.began for record in result.records]
-    served.hist(ends, bins=max(10, int(result.ended - result.began) // 2), histtype="step")
-    served.set_ylabel("requests ended")
-    for strike in result.strikes:
-        served.axvline(strike.at - result.began, color="red", alpha=0.2, linewidth=0.7)
-    for axis, label, value in (
-        (memory, "RSS, MiB", lambda sample: sample.rss / 2**20),
-        (descriptors, "descriptors", lambda sample: sample.descriptors),
-    ):
-        _lines(axis, result.samples, value, result.began)
-        axis.set_ylabel(label)
-    memory.legend(ncols=4, fontsize="small")
-    descriptors.set_xlabel("seconds")
-    figure.savefig(path, dpi=110)
-    return True
-
-
-def _lines(axis, samples: Sequence[Sample], value, began: float) -> None:
-    names = list(dict.fromkeys(sample.name for sample in samples))
-    for number, name in enumerate(names):
-        for index, pid in enumerate(dict.fromkeys(sample.pid for sample in samples if sample.name == name)):
-            own = [sample for sample in samples if sample.pid == pid]
-            label = name if index == 0 else None
-            axis.plot(
-                [s.at - began for s in own], [value(s) for s in own], color=f"C{number}", label=label, linewidth=1
-            )

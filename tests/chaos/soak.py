@@ -11,66 +11,30 @@ import random
 import shlex
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 from tqdm import tqdm
 
-from tests.chaos.asks import Ask, Generation, Sizes, pool
+from tests.chaos.asks import REAL_SIZES, Ask, Generation, Sizes, pool
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Client, Target, learn, now
 from tests.chaos.links import PlainLinks
+from tests.chaos.plot import plot_samples
 from tests.chaos.recovery import percentile
 from tests.chaos.sampler import Sample, Sampler, look
-from tests.chaos.stand import VOCAB_SIZE, Shape, Stand, on_every_worker, standing, tiny_model
+from tests.chaos.soak_report import Grown, Run, State, page
+from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, on_every_worker, standing, tiny_model
+from tests.support.real_model import real_model_path
 
 _SIZES = Sizes(prompts=(1, 3, 8), outputs=(1, 2, 3), shared=8, vocab_size=VOCAB_SIZE)
 _WARM_SHARE, _TAIL_SHARE = 0.2, 0.2
-_RSS_SHARE, _RSS_BYTES = 0.03, 6 << 20
 _LEAVE_SHARE = 0.02
 _EVERY_S = 5.0
-
-
-class Grown(msgspec.Struct, frozen=True):
-    """One process in one run: memory after warming up and at the end (medians), descriptors before and after it.
-
-    Descriptors are compared without clients: which worker has how many connections is the kernel's choice.
-    """
-
-    name: str
-    pid: int
-    rss_then: int
-    rss_end: int
-    descriptors_then: int
-    descriptors_end: int
-
-    @property
-    def is_flat(self) -> bool:
-        return (
-            self.rss_end <= self.rss_then * (1 + _RSS_SHARE) + _RSS_BYTES
-            and self.descriptors_end <= self.descriptors_then
-        )
-
-
-class Run(msgspec.Struct):
-    """One run of the soak."""
-
-    requests: int
-    seconds: float
-    ends: dict[str, int]
-    wrong: list[str]
-    processes: list[Grown]
-
-
-class State(msgspec.Struct):
-    """All runs so far."""
-
-    runs: list[Run] = []
-
-    @property
-    def requests(self) -> int:
-        return sum(run.requests for run in self.runs)
+_TINY = {"requests": 100_000, "clients": 32}
+_REAL = {"requests": 500, "clients": 8}
 
 
 def growth(samples: list[Sample], before: list[Sample], after: list[Sample]) -> list[Grown]:
@@ -113,8 +77,8 @@ class _Tally:
         self._bar.update(1)
 
 
-async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, clients: int) -> Run:
-    """One run."""
+async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, clients: int) -> tuple[Run, list[Sample]]:
+    """One run, and what its processes took over time."""
     target = Target(stand.served.port, stand.served.model, generations)
     target.truths = await learn(target)
     await on_every_worker(stand, lambda: learn(target))
@@ -131,51 +95,50 @@ async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, cl
     except AssertionError as error:
         tally.run.wrong.append(f"not whole afterwards: {error}"[:300])
     tally.run.processes = growth(sampler.samples, before, look(stand.served))
-    return tally.run
+    return tally.run, sampler.samples
 
 
-def page(state: State, command: str) -> str:
-    """The report."""
-    wrong = [text for run in state.runs for text in run.wrong]
-    uneven = [grown for run in state.runs for grown in run.processes if not grown.is_flat]
-    lines = [f"# Soak: {state.requests} requests, {'nothing wrong' if not wrong and not uneven else 'not clean'}", ""]
-    lines += [f"`{command}`, {len(state.runs)} runs.", ""]
-    for number, run in enumerate(state.runs, 1):
-        ends = ", ".join(f"{count} {end}" for end, count in run.ends.items())
-        lines += [f"Run {number}: {run.requests} in {run.seconds:.0f} s ({run.requests / run.seconds:.0f}/s): {ends}."]
-        lines += ["", "| process | RSS MiB | at the end | descriptors | at the end | flat |", "|" + " --- |" * 6]
-        for grown in run.processes:
-            rss = f"{grown.rss_then / 2**20:.1f} | {grown.rss_end / 2**20:.1f}"
-            descriptors = f"{grown.descriptors_then} | {grown.descriptors_end}"
-            lines.append(f"| {grown.name} | {rss} | {descriptors} | {'yes' if grown.is_flat else 'NO'} |")
-        lines.append("")
-    return "\n".join([*lines, *(f"- {text}" for text in wrong[:20])]) + "\n"
-
-
-def main(argv: list[str]) -> int:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
-    parser.add_argument("--requests", type=int, default=100_000, help="in all runs together (100,000)")
+    parser.add_argument("--real", action="store_true", help="the small real model, and fewer requests")
+    parser.add_argument("--requests", type=int, help="in all runs together (100,000; real 500)")
     parser.add_argument("--this-run", type=int, default=1 << 60, help="no more than so many in this run")
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--clients", type=int, help="(32; real 8)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     args = parser.parse_args(argv)
+    for name, value in (_REAL if args.real else _TINY).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    file: Path = args.out / "soak.json"
+    name = "soak-real" if args.real else "soak"
+    file: Path = args.out / f"{name}.json"
     state = State() if args.fresh or not file.exists() else msgspec.json.decode(file.read_bytes(), type=State)
     count = min(args.requests - state.requests, args.this_run)
+    picture = args.out / f"{name}.png"
     if count > 0:
-        with tempfile.TemporaryDirectory(prefix="kvf-soak-") as name:
-            shape = Shape(tiny_model(Path(name) / "m"), 1, 1, settings={"log.access_log": "false"})
-            with standing(shape, Path(name), PlainLinks) as stand:
-                state.runs.append(asyncio.run(soak(stand, pool(1, 64, _SIZES), count, args.clients)))
-                # Before the cluster is stopped and checked: whatever goes wrong then, the run was one.
-                file.write_bytes(msgspec.json.encode(state))
-    text = page(state, shlex.join(["python", "-m", "tests.chaos.soak", *argv]))
-    (args.out / "soak.md").write_text(text)
+        with tempfile.TemporaryDirectory(prefix="kvf-soak-") as directory, _stand(args.real, Path(directory)) as stand:
+            generations = pool(1, 16 if args.real else 64, REAL_SIZES if args.real else _SIZES)
+            run, samples = asyncio.run(soak(stand, generations, count, args.clients))
+            state.runs.append(run)
+            # Before the cluster is stopped and checked: whatever goes wrong then, the run was one.
+            file.write_bytes(msgspec.json.encode(state))
+            plot_samples(samples, picture)
+    text = page(state, shlex.join(["python", "-m", "tests.chaos.soak", *argv]), picture.name)
+    (args.out / f"{name}.md").write_text(text)
     sys.stdout.write(text)
-    flat = all(grown.is_flat for run in state.runs for grown in run.processes)
-    return 0 if flat and not any(run.wrong for run in state.runs) else 1
+    return 0 if state.is_clean else 1
+
+
+def _stand(real: bool, directory: Path) -> AbstractContextManager[Stand]:
+    model = real_model_path() if real else tiny_model(directory / "m")
+    own = REAL_SETTINGS if real else {}
+    return standing(Shape(model, 1, 1, settings={**own, "log.access_log": "false"}), directory, PlainLinks)
 
 
 if __name__ == "__main__":

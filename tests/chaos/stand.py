@@ -16,6 +16,8 @@ from tests.support.serve import Served, ServeOptions, serving, wait_until
 
 VOCAB_SIZE = 512
 IDLE_S = 60.0
+REAL_SETTINGS: Mapping[str, object] = {"node.kv_cache_bytes": 256 << 20, "node.threads": 1}
+"""Of nodes with the small real model, so that several fit on one machine."""
 
 
 @dataclass(frozen=True)

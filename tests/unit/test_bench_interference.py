@@ -43,7 +43,6 @@ def test_answers_of_one_token_measure_nothing():
 
 
 def test_a_picture(tmp_path: Path):
-    pytest.importorskip("matplotlib")
     plot(sides(), tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
