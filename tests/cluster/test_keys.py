@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import MakeCluster
-from tests.cluster.test_losses import FAST
 from tests.support.cluster import tokens_of
 from tests.support.eventually import eventually
+from tests.support.timers import FAST
 from tests.support.tiny_llama import random_prompt, reference_tokens
 
 Reference = tuple[Path, Any]

@@ -5,25 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from common.config.protocol import Limits, Timers
+from common.config.protocol import Limits
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
 from tests.support.eventually import eventually
+from tests.support.timers import FAST, PATIENT
 from tests.support.tiny_llama import random_prompt, reference_tokens
 
 Reference = tuple[Path, Any]
-FAST = Timers(
-    beat_s=0.1,
-    suspect_s=0.3,
-    dead_after_s=0.6,
-    client_silent_s=0.8,
-    worker_link_s=0.4,
-    late_tick_s=0.4,
-    hold_s=1.0,
-    new_wait_s=0.4,
-)
-"""The protocol's proportions, five times as fast."""
 
 
 async def wait_for_tokens(c: Cluster, count: int) -> None:
@@ -77,8 +68,9 @@ async def test_prefill_dies_while_it_computes(cluster: MakeCluster, reference: R
 
 @pytest.mark.asyncio
 async def test_node_comes_back_at_the_same_address(cluster: MakeCluster, reference: Reference) -> None:
+    """Its death shows in the connection: the timers need not be fast, and a slow machine makes no 503 of its own."""
     prompt = random_prompt(3, 25)
-    async with cluster(scheme="ipc", timers=FAST) as c:
+    async with cluster(scheme="ipc", timers=replace(PATIENT, new_wait_s=0.4)) as c:
         await c.generate(prompt, max_new_tokens=4)
         for name in ("decode-0", "prefill-0"):
             old = c.kill(name)
@@ -118,16 +110,19 @@ async def test_client_that_leaves_frees_everything(cluster: MakeCluster, held: s
 async def test_engine_failure_ends_the_node_and_not_the_request(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(6, 30)
     async with cluster(decode=2, timers=FAST) as c:
-        for node in c.nodes.values():
-            if node.role == "decode":
-                node.pauses.fail_with = RuntimeError("the device is gone")
+        decodes = [node for node in c.nodes.values() if node.role == "decode"]
+        for node in decodes:
+            node.pauses.arm("before_step")
         answer = asyncio.create_task(c.generate(prompt, max_new_tokens=8))
-        await eventually(lambda: any(n.ended is not None for n in c.nodes.values()), "a node ends by its engine")
-        for name, node in list(c.nodes.items()):
-            if node.ended is not None:
-                assert node.ended.code == 1
-                c.dead.append(c.nodes.pop(name))
-            node.pauses.fail_with = None
+        await eventually(lambda: any(n.pauses.is_reached("before_step") for n in decodes), "decoding")
+        failing = next(node for node in decodes if node.pauses.is_reached("before_step"))
+        failing.pauses.fail_with = RuntimeError("the device is gone")
+        for node in decodes:
+            node.pauses.release_all()
+        await eventually(lambda: failing.ended is not None, "a node ends by its engine")
+        assert failing.ended is not None
+        assert failing.ended.code == 1
+        c.dead.append(c.nodes.pop(failing.name))
         assert await answer == reference_tokens(reference[1], prompt, 8)
 
 
@@ -136,12 +131,17 @@ async def test_engine_failure_ends_the_node_and_not_the_request(cluster: MakeClu
 async def test_full_decode_side_queues_and_nothing_is_lost(
     cluster: MakeCluster, reference: Reference, num_host_blocks: int
 ) -> None:
-    """Many more requests than the decode blocks can hold at once."""
+    """Many more requests than the decode blocks can hold at once; those that fit are there before the first step."""
     prompts = [random_prompt(seed, 60) for seed in range(20)]
     options = {"num_blocks": 132, "num_host_blocks": num_host_blocks}
-    async with cluster(timers=FAST, limits=Limits(max_preempt=50, watermark_blocks_share=0.0), **options) as c:
-        answers = await asyncio.gather(*(c.generate(prompt, max_new_tokens=30) for prompt in prompts))
-        load = await c.nodes["decode-0"].ask(lambda core: core.scheduler.load())
+    async with cluster(limits=Limits(max_preempt=50, watermark_blocks_share=0.0), **options) as c:
+        node = c.nodes["decode-0"]
+        node.pauses.arm("before_step")
+        asked = asyncio.gather(*(c.generate(prompt, max_new_tokens=30) for prompt in prompts))
+        await c.until(node, lambda core: core.scheduler.load().free_blocks < 60 / c.options.block_size, "is full")
+        node.pauses.release_all()
+        answers = await asked
+        load = await node.ask(lambda core: core.scheduler.load())
         assert (load.swaps > 0) == (num_host_blocks > 0)
         assert load.preemptions > 0 or num_host_blocks > 0
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -1,8 +1,6 @@
 """KV through memory that the nodes share: the same tokens, and every staging slot is free again, whoever died."""
 
 import asyncio
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from common.state.node_core import NodeCore
 from common.state.staging_slots import StagingSlots
 from decode_node.core.leg import DecodeLeg
 from tests.cluster.conftest import MakeCluster
-from tests.support.cluster import Cluster, NodeThread
+from tests.support.cluster import NodeThread
 from tests.support.eventually import eventually
 from tests.support.tiny_llama import random_prompt, reference_tokens
 
@@ -32,19 +30,9 @@ def staged_at(node: NodeThread) -> int:
     return int(node.shell._kv.counts()[1]["staged"])  # type: ignore[attr-defined]
 
 
-async def slots_in_use(c: Cluster, name: str) -> tuple[int, int]:
-    found: tuple[int, int] = await c.nodes[name].ask(
-        lambda core: (staging_of(core).num_granted, staging_of(core).num_quarantined)
-    )
-    return found
-
-
-async def until_in_use(c: Cluster, name: str, condition: Callable[[tuple[int, int]], bool]) -> None:
-    """Wait for a number of (granted, quarantined) slots."""
-    until = time.monotonic() + 30.0
-    while not condition(in_use := await slots_in_use(c, name)):
-        assert time.monotonic() < until, f"{in_use} slots are granted and rest"
-        await asyncio.sleep(0.01)
+def in_use(core: NodeCore) -> tuple[int, int]:
+    """How many slots are granted, and rest."""
+    return staging_of(core).num_granted, staging_of(core).num_quarantined
 
 
 @pytest.mark.asyncio
@@ -59,7 +47,7 @@ async def test_tokens_equal_transformers(cluster: MakeCluster, reference: Refere
         decodes = [node for node in c.nodes.values() if node.role == "decode"]
         assert sum(staged_at(node) for node in decodes) > len(prompts)
         for node in decodes:
-            assert await slots_in_use(c, node.name) == (0, 0)
+            assert await node.ask(in_use) == (0, 0)
 
 
 @pytest.mark.asyncio
@@ -67,7 +55,7 @@ async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
     cluster: MakeCluster, reference: Reference
 ) -> None:
     prompt = random_prompt(3, 40)
-    async with cluster(kv_transports=("zmq",)) as c:
+    async with cluster(kv_transports=("zmq",), timers=Timers(new_wait_s=60.0)) as c:
         c.options = replace(c.options, kv_transports=SHM)
         c.kill("prefill-0")
         c.add_node("prefill-1", "prefill", bind=c.dead[0].shell.endpoint)
@@ -79,7 +67,7 @@ async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
 @pytest.mark.asyncio
 async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(2, 60)
-    async with cluster(prefill=2, kv_transports=SHM, timers=Timers(quarantine_s=0.3)) as c:
+    async with cluster(prefill=2, kv_transports=SHM, timers=Timers(quarantine_s=0.3, new_wait_s=60.0)) as c:
         prefills = [node for node in c.nodes.values() if node.role == "prefill"]
         for node in prefills:
             node.pauses.arm("after_layer")
@@ -89,7 +77,8 @@ async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeClu
         for node in prefills:
             if node is not serving:
                 node.pauses.release_all()
-        await until_in_use(c, "decode-0", lambda in_use: in_use[0] > 0)
+        decode = c.nodes["decode-0"]
+        await c.until(decode, lambda core: in_use(core)[0] > 0, "has granted slots")
         c.kill(serving.name)
         assert await answer == reference_tokens(reference[1], prompt, 8)
-        await until_in_use(c, "decode-0", lambda in_use: in_use == (0, 0))
+        await c.until(decode, lambda core: in_use(core) == (0, 0), "has every slot again")

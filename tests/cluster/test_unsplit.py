@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from common.config.protocol import Timers
 from common.state.node_core import NodeCore
 from router.core import planner
 from router.policy.placement import Choice, choose
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
 from tests.support.eventually import eventually
+from tests.support.timers import FAST
 from tests.support.tiny_llama import random_prompt, reference_tokens
 
 Reference = tuple[Path, Any]
-FAST = Timers(beat_s=0.1, suspect_s=0.3, dead_after_s=0.6, client_silent_s=0.8, worker_link_s=0.4, late_tick_s=0.4)
 PROMPTS = [random_prompt(seed, 1 + 13 * seed) for seed in range(12)]
 
 

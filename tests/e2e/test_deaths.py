@@ -56,7 +56,7 @@ def whole(cluster: Served, watch: NodeWatch) -> Iterator[None]:
     wait_until(lambda: {*cluster.children()} == {"proxy", "router", *NODES}, "every child runs", 120.0)
     wait_until(lambda: len(cluster.workers()) == 2, "both workers run")
     wait_until(cluster.is_ready, "it is ready again", 120.0)
-    watch.wait_idle(*NODES, deadline_s=60.0)
+    watch.wait_idle(*NODES)
 
 
 def worker_of(cluster: Served, port: int) -> psutil.Process:

@@ -39,7 +39,7 @@ def whole(cluster: Served) -> Iterator[None]:
     wait_until(cluster.is_ready, "it is ready again", 120.0)
     assert [len(ranks(cluster.node(name))) for name in NODES] == [1, 1]
     with NodeWatch(cluster.members_endpoint()) as watch:
-        watch.wait_idle(*NODES, deadline_s=60.0)
+        watch.wait_idle(*NODES)
 
 
 def ranks(node: psutil.Process) -> list[psutil.Process]:
@@ -69,7 +69,7 @@ def test_a_rank_is_killed_under_a_stream(cluster: Served, reference: Reference, 
         assert request.status() == 200
         events = request.events(20)
         (node if which == "first" else other).kill()
-        wait_until(lambda: not node.is_running() and not other.is_running(), "both ranks end", 20.0)
+        wait_until(lambda: not node.is_running() and not other.is_running(), "both ranks end")
         events += request.events()
     assert tokens_of(events) == reference.tokens(PROMPT, LONG)
     assert events[-1]["finish_reason"] == "length"

@@ -44,7 +44,7 @@ def test_a_node_is_killed_under_a_stream(serve: Serve) -> None:
         assert events[-1]["nodes"] == {"prefill": other, "decode": other}
         wait_until(lambda: serving in cluster.children() and cluster.node(serving).pid != victim.pid, "it starts again")
         wait_until(cluster.is_ready, "it is ready again", 120.0)
-        watch.wait_idle(*NODES, deadline_s=60.0)
+        watch.wait_idle(*NODES)
 
 
 def busy(watch: NodeWatch) -> list[str]:

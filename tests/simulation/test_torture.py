@@ -126,7 +126,7 @@ def test_ctrl_c_leaves_it_so_that_it_can_go_on(tmp_path):
     running = subprocess.Popen([*command, "--minutes", "60"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     path = tmp_path / "none.json"
     with running:
-        wait_until(path.exists, "the state is written", deadline_s=60.0)
+        wait_until(path.exists, "the state is written")
         running.send_signal(signal.SIGINT)
         told, _ = running.communicate(timeout=60)
     assert running.returncode == 1

@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -40,10 +39,11 @@ from router.http.metrics import RouterMetrics
 from router.http.shell import AsgiShell
 from router.service import RouterService, ServiceSettings
 from tests.support.bodies import body_of
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_S, POLL_S, eventually
 from tests.support.keys import KeyRing
 from tests.support.pause import PausePoints
-from tests.support.transport import large_frame_sent
+from tests.support.timers import PATIENT
+from tests.support.transport import large_frame_sent, num_fds
 
 _numbers = itertools.count()
 _MAKE_LEGS: dict[Role, Callable[[LegContext], tuple[Leg, ...]]] = {
@@ -74,7 +74,7 @@ class ClusterOptions:
     prefix_cache: bool = True
     checksum: bool = True
     kv_transports: tuple[KvTransport, ...] = ("zmq",)
-    timers: Timers = field(default_factory=Timers)
+    timers: Timers = PATIENT
     limits: Limits = field(default_factory=Limits)
     keys: bool = False
     """CURVE on every socket; not for inproc."""
@@ -95,14 +95,14 @@ class NodeThread:
 
     def start(self) -> None:
         self.thread.start()
-        assert self.shell.wait_bound(10.0)
+        assert self.shell.wait_bound(PATIENCE_S)
         if self.error is not None:
             raise self.error
 
     def kill(self) -> None:
         self.shell.stop("killed by the test")
         self.pauses.release_all()
-        self.thread.join(30.0)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
 
     async def ask(self, function: Any) -> Any:
@@ -119,7 +119,7 @@ class NodeThread:
                 loop.call_soon_threadsafe(answer.set_result, value)
 
         self.shell.call(run)
-        return await asyncio.wait_for(answer, 10.0)
+        return await asyncio.wait_for(answer, PATIENCE_S)
 
     def _run(self) -> None:
         try:
@@ -212,21 +212,22 @@ class Cluster:
             assert context.open_sockets() == ()
             context.close()
 
-    async def quiescent(self, deadline_s: float = 10.0) -> None:
+    async def quiescent(self) -> None:
         """Wait until nothing is in flight anywhere, then check every invariant."""
-        await eventually(lambda: self.service.core.is_quiescent(), "the router worker is quiescent", deadline_s)
+        await eventually(lambda: self.service.core.is_quiescent(), "the router worker is quiescent")
         self.service.core.check_invariants()
         for node in self.nodes.values():
-            await self._node_quiescent(node, deadline_s)
+            await self.until(node, lambda core: core.is_quiescent(), "is quiescent")
+            await node.ask(lambda core: core.check_invariants())
 
-    async def _node_quiescent(self, node: NodeThread, deadline_s: float) -> None:
-        until = self.clock.now() + deadline_s
-        while not await node.ask(lambda core: core.is_quiescent()):
-            if self.clock.now() > until:
+    async def until(self, node: NodeThread, condition: Callable[[NodeCore], bool], what: str) -> None:
+        """Wait until a condition of a node's core holds."""
+        give_up_at = self.clock.now() + PATIENCE_S
+        while not await node.ask(condition):
+            if self.clock.now() > give_up_at:
                 story = await node.ask(_story)
-                raise AssertionError(f"{node.name} is not quiescent after {deadline_s} s: {story}")
-            await asyncio.sleep(0.01)
-        await node.ask(lambda core: core.check_invariants())
+                raise AssertionError(f"did not happen within {PATIENCE_S} s: {node.name} {what}: {story}")
+            await asyncio.sleep(POLL_S)
 
     def _settings(self, name: str, role: Role, bind: str | None) -> NodeSettings:
         options = self.options
@@ -314,7 +315,7 @@ async def running_cluster(
 ) -> AsyncIterator[Cluster]:
     """A cluster that is ready; torn down, and checked for leaks, at the end."""
     large_frame_sent()
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    fds, threads = num_fds(), threading.active_count()
     cluster = Cluster(loaded, device, options or ClusterOptions(), run_dir)
     await cluster.start()
     try:
@@ -324,6 +325,4 @@ async def running_cluster(
             await cluster.stop()
         raise
     await cluster.stop()
-    await eventually(
-        lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before, "descriptors and threads"
-    )
+    await eventually(lambda: num_fds() <= fds and threading.active_count() <= threads, "descriptors and threads")

@@ -14,6 +14,7 @@ from common.state.links import LinkState
 from common.transport.context import TransportContext
 from common.transport.security import Security
 from router.service import RouterService, ServiceSettings
+from tests.support.eventually import PATIENCE_S
 from tests.support.serve import wait_until
 
 T = TypeVar("T")
@@ -50,13 +51,13 @@ class NodeWatch:
 
     def __enter__(self) -> "NodeWatch":
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._service.start(), self._loop).result(30.0)
+        asyncio.run_coroutine_threadsafe(self._service.start(), self._loop).result(PATIENCE_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._service.stop(), self._loop).result(30.0)
+        asyncio.run_coroutine_threadsafe(self._service.stop(), self._loop).result(PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30.0)
+        self._thread.join(PATIENCE_S)
         self._loop.close()
         self._context.close()
 
@@ -64,7 +65,7 @@ class NodeWatch:
         """Node name -> what it said last, of the nodes that said anything."""
         return self._ask(self._views)
 
-    def wait_idle(self, *names: str, what: str = "every node is idle", deadline_s: float = 30.0) -> None:
+    def wait_idle(self, *names: str, what: str = "every node is idle", deadline_s: float = PATIENCE_S) -> None:
         """Until these nodes say, from now on, that they hold nothing."""
         before = {name: view.said for name, view in self.views().items()}
 
@@ -93,4 +94,4 @@ class NodeWatch:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(30.0)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_S)

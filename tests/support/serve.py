@@ -22,6 +22,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.support.eventually import PATIENCE_S
+
 START_S = 120.0
 """Until `ready`: importing torch twice on a busy machine takes its time."""
 STOP_S = 90.0
@@ -225,7 +227,7 @@ def serving(options: ServeOptions) -> Iterator[Served]:
         served.close()
 
 
-def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:
     """Return as soon as the condition holds; AssertionError naming `what` when the deadline passes first."""
     until = time.monotonic() + deadline_s
     while not condition():

@@ -14,8 +14,9 @@ from common.errors import ConfigError
 from common.transport.context import TransportContext
 from common.transport.node_socket import NodeSocket
 from common.transport.security import Security
+from tests.support.eventually import PATIENCE_S
 
-DEADLINE_S = 20.0
+DEADLINE_S = PATIENCE_S
 
 T = TypeVar("T")
 
@@ -64,6 +65,14 @@ def num_fds() -> int:
     return len(list(folder.iterdir()))
 
 
+@contextmanager
+def nothing_left(*, threads: bool = False) -> Iterator[None]:
+    """No descriptor is left behind, nor a thread if that is asked for. Fewer than before is right too."""
+    fds, count = num_fds(), threading.active_count()
+    yield
+    wait_until(lambda: num_fds() <= fds and (not threads or threading.active_count() <= count))
+
+
 def large_frame_sent() -> None:
     """As by the first KV mover of a process: pyzmq's thread for it stays, and is no leak of what comes after."""
     context = TransportContext()
@@ -74,22 +83,19 @@ def large_frame_sent() -> None:
 @contextmanager
 def transport_context(security: Security | None = None) -> Iterator[TransportContext]:
     """A context that must have no open socket at the end, nor leave a descriptor behind."""
-    before = num_fds()
-    context = TransportContext(security)
-    yield context
-    context.check_invariants()
-    assert context.open_sockets() == ()
-    context.close()
-    wait_until(lambda: num_fds() <= before)
+    with nothing_left():
+        context = TransportContext(security)
+        yield context
+        context.check_invariants()
+        assert context.open_sockets() == ()
+        context.close()
 
 
 @contextmanager
 def closing() -> Iterator[ExitStack]:
     """For several contexts that talk to one another: at the end all are closed, and no descriptor or thread stays."""
-    before = num_fds(), threading.active_count()
-    with ExitStack() as stack:
+    with nothing_left(threads=True), ExitStack() as stack:
         yield stack
-    wait_until(lambda: (num_fds(), threading.active_count()) <= before)
 
 
 def opened(stack: ExitStack, security: Security | None = None) -> TransportContext:

@@ -12,6 +12,7 @@ from common.node.engine_thread import EngineThread
 from common.state.actions import ExitProcess
 from common.state.events import EngineFailed, Event, KvFailed, PiecesStopped
 from common.transport.context import TransportContext
+from tests.support.eventually import PATIENCE_S
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
 from tests.support.prefill_bench import PrefillBench
 from tests.support.transport import transport_context, wait_until
@@ -70,5 +71,5 @@ def test_an_engine_that_cannot_bind_its_device_says_so():
     posted: list[Event] = []
     engine = EngineThread(None, broken, posted.append, logging.getLogger("test"))  # type: ignore[arg-type]
     engine.start()
-    assert engine.stop(10.0)
+    assert engine.stop(PATIENCE_S)
     assert posted == [EngineFailed("binding to the device: OSError: the device is lost")]

@@ -30,7 +30,7 @@ from tests.support.transport import (
     closing,
     ipc_endpoint,
     large_frame_sent,
-    num_fds,
+    nothing_left,
     opened,
     take_one,
     transport_context,
@@ -551,9 +551,7 @@ def test_nothing_is_left_behind(context: TransportContext):
 
     live()
     gc.collect()
-    threads, fds = threading.active_count(), num_fds()
-    for _ in range(5):
-        live()
-    assert context.open_sockets() == ()
-    assert threading.active_count() == threads
-    wait_until(lambda: num_fds() <= fds)
+    with nothing_left(threads=True):
+        for _ in range(5):
+            live()
+        assert context.open_sockets() == ()

@@ -27,14 +27,16 @@ from ops.launcher.readiness import status_of, wait_until_answered
 from ops.launcher.restart_policy import RestartLimits
 from ops.launcher.run_dir import has_room_for_sockets, remove_left_over, run_base, run_directory
 from ops.launcher.supervisor import STOP_SIGNALS, Supervisor
+from tests.support.eventually import PATIENCE_S
+from tests.support.processes import has_ended
+from tests.support.serve import wait_until
 
 LIMITS = RestartLimits(min_s=0.01, max_s=0.1, healthy_after_s=60.0)
-DEADLINE_S = 30
 SERVES = "import signal, sys; print('up', flush=True); signal.sigwait({15}); print('bye', flush=True)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 
 
-def child(name: str, code: str, stage: Stage = Stage.DECODE, bound_s: float = 20.0, **more) -> ChildSpec:
+def child(name: str, code: str, stage: Stage = Stage.DECODE, bound_s: float = PATIENCE_S, **more) -> ChildSpec:
     if "sigwait" in code:
         code = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {15}); " + code
     return ChildSpec(ChildPlan(name, stage, bound_s), (sys.executable, "-c", textwrap.dedent(code)), **more)
@@ -87,11 +89,13 @@ def _signals_restored():
 
 
 def run(story) -> None:
-    asyncio.run(asyncio.wait_for(story(), DEADLINE_S))
+    asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not has_ended(psutil.Process(pid))
+    return False
 
 
 @pytest.mark.usefixtures("_signals_restored")
@@ -236,10 +240,8 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path):
         pid = int(process.stdout.readline().split()[0])
         assert alive(pid)
         process.kill()
-        process.wait(DEADLINE_S)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(pid).wait(DEADLINE_S)
-    assert not alive(pid)
+        process.wait(PATIENCE_S)
+    wait_until(lambda: not alive(pid), "the child ends")
 
 
 def test_directories_are_fresh_at_every_start(tmp_path: Path):
@@ -285,7 +287,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path):
             (path / "left").touch()
             os.kill(os.getpid(), 9)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=DEADLINE_S)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=PATIENCE_S)
     assert len(list(tmp_path.glob("kvferry-*/left"))) == 1
     with run_directory(tmp_path) as path:
         assert list(tmp_path.iterdir()) == [path]

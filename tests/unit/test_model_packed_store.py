@@ -19,6 +19,7 @@ from common.models.packed_store import KEPT_FILES, open_store
 from common.models.weights import Part
 from common.models.weights_hf import HfWeights
 from tests.support.engine_driver import EngineDriver
+from tests.support.eventually import PATIENCE_S
 from tests.support.tiny_llama import make_checkpoint, random_prompt
 from tests.support.transport import num_fds
 
@@ -139,12 +140,12 @@ def test_one_that_comes_meanwhile_waits_and_then_maps(path: Path) -> None:
     with open_store(path) as store:
         thread = threading.Thread(target=second)
         thread.start()
-        assert opened.wait(30)
+        assert opened.wait(PATIENCE_S)
         memory, is_filled = store.take("a", len(PATTERN))
         assert not is_filled
         memory.copy_(PATTERN)
         assert results == []
-    thread.join(60)
+    thread.join(PATIENCE_S)
     ((memory, is_filled),) = results
     assert is_filled
     assert torch.equal(memory, PATTERN)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from common.node.engine_thread import EngineThread
 from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 from common.state.events import Event, LayersDone, StepDone
+from tests.support.eventually import PATIENCE_S
 
 
 def part(token_id: int, position: int, *, ahead: bool = False) -> ScheduledSequence:
@@ -35,7 +36,7 @@ def run(*plans: StepPlan) -> tuple[list[StepPlan], list[Event]]:
     for plan in plans:
         engine.submit(plan)
     engine.start()
-    assert engine.stop(10.0)
+    assert engine.stop(PATIENCE_S)
     return runner.plans, posted
 
 

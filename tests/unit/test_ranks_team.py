@@ -16,6 +16,7 @@ from common.ranks.messages import ExpectKv, ForgetKv
 from common.ranks.team import RankLostError, RankTeam
 from common.scheduling.step import BlockCopies, StepPlan
 from tests.support.kv_memory import key_between
+from tests.support.processes import has_ended
 from tests.support.rank_team import BLOCK_SIZE, LOG, running_team, spec_of
 from tests.support.serve import wait_until
 from tests.support.tiny_llama import greedy_after, make_checkpoint, random_prompt
@@ -64,7 +65,7 @@ def test_the_engine_over_three_processes_and_its_end_when_one_is_killed(tmp_path
         with pytest.raises(RuntimeError):
             driver.generate([sequence], 12)
         killer.join()
-        wait_until(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, "the other rank ends")
+        wait_until(lambda: has_ended(second), "the other rank ends")
         wait_until(lambda: bool(heard.lost), "the node is told")
     assert heard.lost == [f"rank 1 (process {first.pid}) was killed by SIGKILL"]
 
@@ -132,6 +133,7 @@ _LEAD = """
 import sys
 from pathlib import Path
 from tests.support.kv_memory import key_between
+from tests.support.processes import has_ended
 from tests.support.rank_team import running_team
 with running_team(Path(sys.argv[1]), 2):
     print("ready", flush=True)
@@ -150,4 +152,4 @@ def test_ranks_end_with_the_process_that_leads_them(tmp_path: Path) -> None:
         rank.suspend()
         lead.send_signal(signal.SIGKILL)
         lead.wait()
-    wait_until(lambda: not psutil.pid_exists(rank.pid) or rank.status() == psutil.STATUS_ZOMBIE, "the rank ends")
+    wait_until(lambda: has_ended(rank), "the rank ends")

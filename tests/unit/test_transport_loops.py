@@ -20,7 +20,7 @@ from common.transport.options import SocketOptions
 from common.transport.outbox import SendResult
 from common.transport.poll_loop import PollLoop
 from common.transport.wakeup import Inbox, Wakeup
-from tests.support.transport import DEADLINE_S, num_fds, take_one, transport_context, wait_until
+from tests.support.transport import DEADLINE_S, nothing_left, take_one, transport_context, wait_until
 
 OPTIONS = SocketOptions()
 TIGHT = SocketOptions(high_water=2, outbox_messages=1000)
@@ -375,15 +375,14 @@ def test_async_flushes_a_full_link_and_hears_its_monitor(
 
 
 def test_contexts_links_and_wakeups_leave_no_descriptor_behind():
-    before = num_fds()
-    for _ in range(5):
-        with transport_context() as context:
-            node, link = connected(context)
-            wakeup = Wakeup()
-            wakeup.open()
-            link.send([b"x"])
-            take_one(node.receive, step=link.flush)
-            wakeup.close()
-            link.close()
-            node.close()
-    assert num_fds() == before
+    with nothing_left():
+        for _ in range(5):
+            with transport_context() as context:
+                node, link = connected(context)
+                wakeup = Wakeup()
+                wakeup.open()
+                link.send([b"x"])
+                take_one(node.receive, step=link.flush)
+                wakeup.close()
+                link.close()
+                node.close()

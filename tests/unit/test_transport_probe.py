@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.transport.probe import ProbeResult, probe, probe_async
-from tests.support.transport import DEADLINE_S, ipc_endpoint, num_fds
+from tests.support.transport import DEADLINE_S, ipc_endpoint, nothing_left
 
 
 def probe_in_loop(endpoint: str, timeout_s: float) -> ProbeResult:
@@ -19,9 +19,8 @@ def probe_in_loop(endpoint: str, timeout_s: float) -> ProbeResult:
 @pytest.fixture(params=[probe, probe_in_loop])
 def any_probe(request: pytest.FixtureRequest) -> Iterator[Callable[[str, float], ProbeResult]]:
     asyncio.run(probe_async("inproc://warm", 1))
-    before = num_fds()
-    yield request.param
-    assert num_fds() == before
+    with nothing_left():
+        yield request.param
 
 
 Probe = Callable[[str, float], ProbeResult]
