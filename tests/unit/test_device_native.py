@@ -226,6 +226,31 @@ def test_layers_in_one_call_are_the_ops_one_by_one(
     assert reported == layers + layers
 
 
+def test_layers_of_two_nodes_write_each_its_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of one process share a model: before each of the first one's kernels the second one computes a step."""
+    make_checkpoint(tmp_path)
+    loaded = load_model(tmp_path, device=cpu_with("native"), dtype="float32", progress=False)
+    alone, first, second = (EngineDriver(loaded) for _ in range(3))
+    layers = loaded.model._fused  # type: ignore[attr-defined]
+    kernel, company = layers._run, second.add(random_prompt(2, 30))
+
+    def busy(*args: Any) -> None:
+        layers._run = kernel
+        second.step([(company, 3)])
+        kernel(*args)
+        layers._run = busy
+
+    found = []
+    for driver in (alone, first):
+        monkeypatch.setattr(layers, "_run", kernel if driver is alone else busy)
+        sequence = driver.add(random_prompt(1, 20))
+        driver.step([(sequence, 12)])
+        driver.step([(sequence, 8)], lambda _: None)
+        found.append((sequence.output, bytes(driver.cache.read(0, 2, sequence.blocks, 0, sequence.computed))))
+    assert company.computed > 0
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_a_sequence_is_the_same_in_any_company(name: str, tmp_path: Path) -> None:
     """Its KV, bit by bit: alone on one thread, and among others on two, in other blocks and other rows."""

@@ -4,7 +4,8 @@ Nothing of Python runs between two ops, and the interpreter's lock is taken once
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import CDLL, byref
+from ctypes import CDLL, Array, byref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from common.device.base import AttentionMetadata, GatedLayer, LayerShape, Linear
 from common.device.native.batch import NativeBatch
 from common.device.native.library import LayerStruct, ShapeStruct, StepStruct
 from common.device.native.linear import HEAD_MULTIPLE, NativeLinear
+
+
+@dataclass(frozen=True, slots=True)
+class _Pointed:
+    """The layers' structs with the addresses of some caches, which it keeps. Never changed: a kernel may be reading."""
+
+    caches: Sequence[tuple[Tensor, ...]]
+    structs: Array[LayerStruct]
 
 
 class NativeLayers:
@@ -35,7 +44,8 @@ class NativeLayers:
             hidden, shape.heads, shape.kv_heads, shape.head_dim, intermediate, shape.eps, shape.scale
         )
         self._structs = (LayerStruct * len(layers))(*(_struct(layer) for layer in layers))
-        self._caches: Sequence[tuple[Tensor, ...]] | None = None
+        """Without caches."""
+        self._pointed: _Pointed | None = None
 
     def __call__(
         self,
@@ -47,8 +57,7 @@ class NativeLayers:
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
         """residual [T, hidden], changed in place -> what is still to be added to it; cos and sin [T, D] float32."""
-        batch = self._batch_for(meta)
-        self._point_at(caches)
+        batch, structs = self._batch_for(meta), self._pointed_at(caches).structs
         delta = torch.empty_like(residual)
         step = StepStruct(
             batch.struct, residual.shape[0], batch.slots.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -56,24 +65,29 @@ class NativeLayers:
         )  # fmt: skip
         threads, count = torch.get_num_threads(), len(self._layers)
         if on_layer is None:
-            self._run(self._is_bf16, byref(self._shape), self._structs, count, byref(step), threads)
+            self._run(self._is_bf16, byref(self._shape), structs, count, byref(step), threads)
             return delta
         for index in range(count):
-            one = byref(self._structs[index])
+            one = byref(structs[index])
             self._run(self._is_bf16, byref(self._shape), one, 1, byref(step), threads)
             step.has_delta = 1
             on_layer(index + 1)
         return delta
 
-    def _point_at(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
-        """The caches are the same from step to step; their addresses are written down when they are not."""
-        if caches is self._caches:
-            return
-        for struct, (keys, values) in zip(self._structs, caches, strict=True):
-            if not (keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape):
-                raise ValueError("a layer's keys and values must be contiguous and of one shape")
-            struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-        self._caches = caches
+    def _pointed_at(self, caches: Sequence[tuple[Tensor, ...]]) -> _Pointed:
+        """The caches are the same from step to step; their addresses are written down when they are not.
+
+        Nodes of one process may share a model: another thread's step may take the place of these here.
+        """
+        pointed = self._pointed
+        if pointed is None or pointed.caches is not caches:
+            structs = type(self._structs).from_buffer_copy(self._structs)
+            for struct, (keys, values) in zip(structs, caches, strict=True):
+                if not (keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape):
+                    raise ValueError("a layer's keys and values must be contiguous and of one shape")
+                struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+            self._pointed = pointed = _Pointed(caches, structs)
+        return pointed
 
 
 def can_fuse(layers: Sequence[GatedLayer], shape: LayerShape) -> bool:
