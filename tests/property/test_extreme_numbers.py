@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import getitem
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config.protocol import Limits
@@ -84,7 +84,7 @@ def some(data: st.DataObject, messages: list[Message], hear: Callable[[Message, 
             hear(message, 0.5 + turn / 10)
 
 
-STRANGE = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+STRANGE = settings(max_examples=150)
 
 
 @STRANGE

@@ -117,14 +117,14 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_runs, "MIN_RUN_ELEMENTS", 4)
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**64), sizes=st.lists(st.integers(1, 400), min_size=1, max_size=4), broken=st.booleans())
 def test_cut_and_plain_decoding_agree(small_runs, seed, sizes, broken):
     text = random_text(random.Random(seed), broken).encode("latin1", "replace")
     check(text, sizes)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     text=st.text(alphabet='[]{},:"\\ 0123456789-.e', min_size=20, max_size=200),
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=3),
@@ -150,7 +150,7 @@ def test_the_random_texts_are_worth_it(small_runs):
     assert cut > 30
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_ids=st.integers(9_000, 40_000),
     chunk_bytes=st.integers(1_000, 200_000),

@@ -170,4 +170,4 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPoolMachine = BlockPoolMachine.TestCase
-TestBlockPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockPoolMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -380,6 +380,6 @@ class CrowdMachine(SchedulerMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40)
 TestCrowdMachine = CrowdMachine.TestCase
-TestCrowdMachine.settings = settings(max_examples=120, stateful_step_count=20, deadline=None)
+TestCrowdMachine.settings = settings(max_examples=120, stateful_step_count=20)
