@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from tests.chaos.launch import Place
 from tests.chaos.links import node_words
+from tests.support.eventually import PATIENCE_S
 
 _CHUNK = 1 << 16
 
@@ -22,14 +23,15 @@ class ProxyLinks:
     kind = "a fault proxy on loopback (a cut is between one node and all others)"
 
     def __init__(self, parts: Sequence[str]) -> None:
-        self._ports = {name: (_free_port(), _free_port()) for name in parts if name != "router"}
-        self._fronts = {name: (_free_port(), _free_port()) for name in self._ports}
+        self._held: list[socket.socket] = []
+        self._ports = {name: (self._hold(), self._hold()) for name in parts if name != "router"}
+        self._fronts = {name: (self._hold(), self._hold()) for name in self._ports}
         self._servers: list[asyncio.Server] = []
         self._loop = asyncio.new_event_loop()
         self._open: dict[str, asyncio.Event] = {name: asyncio.Event() for name in self._ports}
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(PATIENCE_S)
 
     def places(self) -> dict[str, Place]:
         return {name: Place((), self._words(name)) for name in self._ports}
@@ -41,10 +43,24 @@ class ProxyLinks:
         self._loop.call_soon_threadsafe(self._open[self._node(one, other)].set)
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(PATIENCE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10.0)
+        self._thread.join(PATIENCE_S)
         self._loop.close()
+        for held in self._held:
+            held.close()
+
+    def _hold(self) -> int:
+        """A free port that no other process is given by chance, even while no life of its node listens there.
+
+        One may listen on a port that is bound elsewhere where both sides allow it, as ZeroMQ and asyncio do.
+        """
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        self._held.append(held)
+        port: int = held.getsockname()[1]
+        return port
 
     @staticmethod
     def _node(one: str, other: str) -> str:
@@ -92,10 +108,3 @@ class ProxyLinks:
                 await self._open[name].wait()
                 writer.write(data)
                 await writer.drain()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

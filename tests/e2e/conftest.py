@@ -1,7 +1,7 @@
 """The cluster of the end-to-end tests: a tiny random Llama behind real gunicorn and real nodes, shared by the cheap
 tests; tests in which something dies start their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
+from tests.support.eventually import PATIENCE_S
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.node_watch import NodeWatch
 from tests.support.serve import Served, ServeOptions, serving
@@ -64,10 +65,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 @pytest.fixture(scope="session")
 def serve(reference: Reference) -> Serve:
-    """Starts clusters with the tiny model; `settings` are `--set` keys and values."""
+    """Starts clusters with the tiny model; `settings` are `--set` keys and values.
 
-    def start(**options: Any) -> AbstractContextManager[Served]:
-        return serving(ServeOptions(reference.path, **options))
+    A node that is silent is waited for: another process may have died, or the machine be busy. That is no 503.
+    """
+
+    def start(*, settings: Mapping[str, object] | None = None, **options: Any) -> AbstractContextManager[Served]:
+        settings = {"timers.new_wait_s": PATIENCE_S, **(settings or {})}
+        return serving(ServeOptions(reference.path, settings=settings, **options))
 
     return start
 

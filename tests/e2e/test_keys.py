@@ -12,6 +12,7 @@ from tests.support.bodies import body_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.keys import KeyRing
 from tests.support.node_watch import NodeWatch
+from tests.support.processes import has_ended
 from tests.support.serve import Served, wait_until
 from tests.support.tiny_llama import random_prompt
 
@@ -41,7 +42,7 @@ def test_it_serves_again_when_something_was_killed(cluster: Served, reference: R
     answers(cluster, reference)
     process = cluster.workers()[0] if victim == "worker" else cluster.children()[victim]
     process.kill()
-    wait_until(lambda: not process.is_running(), f"{victim} is gone")
+    wait_until(lambda: has_ended(process), f"{victim} is gone")
     wait_until(lambda: len(cluster.children()) == 4 and len(cluster.workers()) == 2, "all processes are there", 120.0)
     wait_until(cluster.is_ready, "it is ready again", 120.0)
     answers(cluster, reference)

@@ -11,12 +11,13 @@ from tests.e2e.conftest import Reference, Serve
 from tests.support.bodies import body_of
 from tests.support.cluster import tokens_of
 from tests.support.infer_cases import VOCAB_SIZE
+from tests.support.processes import suspended
 from tests.support.raw_stream import RawRequest
 from tests.support.serve import Served, ServeOptions, wait_until
 from tests.support.tiny_llama import random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-SHORT, LONG = 100, 2400
+SHORT, LONG = 8, 2400
 LONG_STREAMS = 8
 
 
@@ -37,23 +38,28 @@ def streams(served: Served, count: int, max_new_tokens: int) -> Iterator[list[Ra
 
 
 def test_sigterm_under_load(serve: Serve) -> None:
-    """What can end within the bound does; what cannot says so; nothing new is taken."""
+    """What can end within the bound does; what cannot says so; nothing new is taken.
+
+    The decode node stands until the signal is heard: first events are the prefill node's, and no answer is whole yet.
+    """
     with (
         serve(settings={"router.max_iter_times": LONG, "serve.stop_bound_s": 3}) as served,
         served.client() as kept_alive,
-        streams(served, LONG_STREAMS, LONG) as long,
-        streams(served, 2, SHORT) as short,
+        contextlib.ExitStack() as standing,
     ):
-        assert kept_alive.get("/v2/health/live").status_code == 200
-        served.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: _is_refused(served), "new requests are refused")
-        for request in short:
-            events = request.events()
-            assert events[-1]["finish_reason"] == "length"
-        for request in long:
-            events = request.events()
-            assert events[-1]["finish_reason"] == "error"
-            assert events[-1]["error_type"] == "Service Unavailable"
+        standing.enter_context(suspended(served.node("decode-0")))
+        with streams(served, LONG_STREAMS, LONG) as long, streams(served, 2, SHORT) as short:
+            assert kept_alive.get("/v2/health/live").status_code == 200
+            served.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: _is_refused(served), "new requests are refused")
+            standing.close()
+            for request in short:
+                events = request.events()
+                assert events[-1]["finish_reason"] == "length"
+            for request in long:
+                events = request.events()
+                assert events[-1]["finish_reason"] == "error"
+                assert events[-1]["error_type"] == "Service Unavailable"
         served.ended()
         assert served.log().splitlines()[-1].endswith(" stopped"), "it says so when it is"
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -12,7 +13,8 @@ from tests.e2e.conftest import Reference
 from tests.support.bodies import body_of
 from tests.support.cluster import tokens_of
 from tests.support.infer_cases import VOCAB_SIZE
-from tests.support.serve import Served
+from tests.support.processes import suspended
+from tests.support.serve import Served, wait_until
 from tests.support.tiny_llama import random_prompt
 
 pytestmark = pytest.mark.e2e
@@ -74,13 +76,16 @@ def test_the_draw_hangs_on_the_seed_alone(served: Served, http: httpx.Client) ->
 
 
 def test_events_come_while_tokens_are_made(served: Served, http: httpx.Client) -> None:
+    """The first one is the prefill node's: it comes although the decode node stands."""
     body = body_of(random_prompt(1, 10, VOCAB_SIZE), max_new_tokens=512)
-    with http.stream("POST", PATH, content=body, headers=EVENTS) as answer:
-        events = events_of(answer)
-        first = next(events)
-        running = served.metrics()["num_requests_running"]
-        rest = list(events)
-    assert running == 1
+    with ExitStack() as standing:
+        standing.enter_context(suspended(served.node("decode-0")))
+        with http.stream("POST", PATH, content=body, headers=EVENTS) as answer:
+            events = events_of(answer)
+            first = next(events)
+            wait_until(lambda: served.metrics()["num_requests_running"] == 1, "it is counted as running")
+            standing.close()
+            rest = list(events)
     assert len(tokens_of([first, *rest])) == 512
     assert len(rest) > 100
 

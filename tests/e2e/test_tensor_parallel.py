@@ -9,6 +9,7 @@ from tests.e2e.conftest import Reference, Serve
 from tests.support.cluster import tokens_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.node_watch import NodeWatch
+from tests.support.processes import has_ended
 from tests.support.raw_stream import RawRequest
 from tests.support.serve import Served, wait_until
 from tests.support.tiny_llama import random_prompt
@@ -69,7 +70,7 @@ def test_a_rank_is_killed_under_a_stream(cluster: Served, reference: Reference, 
         assert request.status() == 200
         events = request.events(20)
         (node if which == "first" else other).kill()
-        wait_until(lambda: not node.is_running() and not other.is_running(), "both ranks end")
+        wait_until(lambda: has_ended(node) and has_ended(other), "both ranks end")
         events += request.events()
     assert tokens_of(events) == reference.tokens(PROMPT, LONG)
     assert events[-1]["finish_reason"] == "length"

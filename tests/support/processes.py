@@ -1,4 +1,7 @@
-"""Looks at other processes, which may end while they are looked at."""
+"""Looks at other processes, which may end while they are looked at, and stops them for a while."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -9,3 +12,16 @@ def has_ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@contextmanager
+def suspended(*processes: psutil.Process) -> Iterator[None]:
+    """They do nothing meanwhile. Some may be killed."""
+    for process in processes:
+        process.suspend()
+    try:
+        yield
+    finally:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()

@@ -23,6 +23,7 @@ import httpx
 import psutil
 
 from tests.support.eventually import PATIENCE_S
+from tests.support.processes import suspended
 
 START_S = 120.0
 """Until `ready`: importing torch twice on a busy machine takes its time."""
@@ -140,14 +141,8 @@ class Served:
 
         Which worker takes a connection is the kernel's choice, and on an idle machine it is mostly the same one.
         """
-        others = [other for other in self.workers() if other.pid != worker.pid]
-        for other in others:
-            other.suspend()
-        try:
+        with suspended(*(other for other in self.workers() if other.pid != worker.pid)):
             yield
-        finally:
-            for other in others:
-                other.resume()
 
     # -- life
 

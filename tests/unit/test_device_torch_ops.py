@@ -13,6 +13,11 @@ OPS = TorchOps()
 SCALE = 0.2
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(1)
+
+
 def attended(batch):
     keys, values = batch.all_keys()
     OPS.kv_write(keys, values, batch.cache, batch.write_meta)
