@@ -59,6 +59,8 @@ class EndEvent:
     decode_node: str = ""
     """Names of the nodes that served it last, never addresses."""
     error: Exception | None = None
+    attempts: int = 1
+    """Plans that it took: more than one where nodes were lost or full; 0 where none was made."""
 
 
 StreamEvent = TokensEvent | EndEvent
@@ -105,8 +107,7 @@ class TokenService(Protocol):
     """What stands behind the HTTP layer."""
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that a node told of at any time; None: 404. UnavailableError (503): configured, not told of yet, or
-        no node told of any model yet."""
+        """A model that a node told of at any time; None: 404. UnavailableError (503): configured, not told of yet."""
         ...
 
     def models(self) -> tuple[ModelInfo, ...]:

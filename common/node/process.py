@@ -24,6 +24,7 @@ from common.config.schema import ClusterConfig, Role
 from common.device.quantize import WeightScheme
 from common.device.select import select_device
 from common.errors import KvferryError, ModelLoadError
+from common.long_lived import keep_what_is_loaded
 from common.models.load import load_model
 from common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
 from common.node.memory import demand_memory
@@ -60,6 +61,7 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
             thread.start()
             try:
                 _announce(settings, builder, thread, announcer)
+                keep_what_is_loaded()
                 _tell_ready(log, settings.name, builder.model_info.name, shell.endpoint)
                 ended = thread.wait()
             finally:
@@ -68,15 +70,7 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
     finally:
         context.close()
     log.info("%s ends: %s", settings.name, ended.reason)
-    return last_word(ended.code, computes_on=shell.computes_on)
-
-
-def last_word(code: int, *, computes_on: bool) -> int:
-    """The exit code. Where a thread computes on, the process ends here: Python, as it ends, stops such a thread in the
-    middle of C++ code, which the system counts as a crash (SIGABRT), whatever the exit code was to be."""
-    if computes_on:
-        os._exit(code)  # log lines are written as they come: nothing is lost
-    return code
+    return ended.code
 
 
 def _tell_ready(log: logging.Logger, name: str, model: str, endpoint: str) -> None:

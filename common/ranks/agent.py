@@ -27,6 +27,7 @@ from common.ids import Incarnation
 from common.kv_transfer.build import make_mover
 from common.kv_transfer.interface import KvMover
 from common.log import setup_logging
+from common.long_lived import keep_what_is_loaded
 from common.models.load import DtypeName, LoadedModel, load_model
 from common.node.engine_thread import EngineThread
 from common.parallel.collectives import GroupCollectives
@@ -148,6 +149,7 @@ class RankAgent:
         )
         endpoint = self._kv.start()
         self._engine.start()
+        keep_what_is_loaded()
         self._say(Ready(endpoint))
 
     def _serve(self) -> None:

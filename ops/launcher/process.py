@@ -5,19 +5,17 @@ import contextlib
 import fcntl
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from common import with_parent
+from common.with_parent import with_parent
 from ops.launcher.core import ChildPlan
 
 WriteLine = Callable[[str, str], object]
 """Takes a child's name and one of its lines."""
 
-_WITH_PARENT = Path(with_parent.__file__)
 _READ_BYTES = 1 << 16
 _LAST_LINES_S = 1.0
 _PIPE_BYTES = 1 << 20
@@ -104,7 +102,7 @@ async def start_child(spec: ChildSpec, write_line: WriteLine) -> Child:
     output, write_fd = _output_pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", str(_WITH_PARENT), str(os.getpid()), str(int(spec.death_signal)), *spec.argv),
+            *with_parent(spec.death_signal, spec.argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=write_fd,
             stderr=write_fd,

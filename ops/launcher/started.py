@@ -1,7 +1,6 @@
 """A cluster that is started for a while by another command: `kvferry serve` in a process of its own."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -9,8 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from common import with_parent
 from common.errors import ConfigError, KvferryError
+from common.with_parent import with_parent
 from ops.cli.errors import WRONG_USE
 
 _STOP_S = 60.0
@@ -22,13 +21,11 @@ def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
     ConfigError when the words are to blame. Whatever else goes wrong meanwhile is told in place of how it ended."""
     serve = (sys.executable, "-m", "ops.cli.main", "serve", "--port", "0", "--set", "log.level=warning")
     # Whatever becomes of this process, the cluster does not stay behind.
-    command = (sys.executable, with_parent.__file__, str(os.getpid()), str(int(signal.SIGTERM)), *serve)
+    command = with_parent(signal.SIGTERM, (*serve, *words))
     with (
         tempfile.TemporaryFile("w+") as log,
         # A session of its own: a Ctrl-C reaches this process alone, which then stops the cluster.
-        subprocess.Popen(
-            (*command, *words), stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
-        ) as server,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True) as server,
     ):
         try:
             yield _ready(server, log)

@@ -146,7 +146,7 @@ class RequestTable:
         del self.by_id[request.request_id]
         self._waiting.pop(request.request_id, None)
         usage = Usage(len(request.prompt_token_ids), request.next_index, request.cached_tokens)
-        end = EndEvent(outcome, usage, request.prefill_name, request.decode_name, error)
+        end = EndEvent(outcome, usage, request.prefill_name, request.decode_name, error, request.attempt)
         return [*effects, Finish(request.request_id, end)]
 
     def end_all(self, error: Exception, now: float, why: str) -> list[Effect]:

@@ -3,18 +3,18 @@
 import logging
 from urllib.parse import quote
 
+from router.api import EndEvent
 from router.http.errors import CLIENT_GONE_STATUS
 from router.http.exchange import Exchange
 
 
 def log_exchange(logger: logging.Logger, exchange: Exchange, duration_ms: float) -> None:
-    """Write the record: request id, client's id, method, path, status, ms, outcome, and tokens where they were counted.
+    """Write the record: request id, client's id, method, path, status, ms, outcome; of a generation also its tokens,
+    how many plans it took and which nodes had it last.
 
     A client that left is status 499 whatever head it was sent. The path is quoted: it is the client's text.
     """
     status = CLIENT_GONE_STATUS if exchange.gone else exchange.status
-    usage = exchange.usage
-    tokens = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens} if usage else {}
     logger.info(
         "%s %s %d",
         quote(exchange.method),
@@ -29,6 +29,16 @@ def log_exchange(logger: logging.Logger, exchange: Exchange, duration_ms: float)
             "ms": round(duration_ms, 1),
             "model": exchange.model,
             "outcome": exchange.outcome or "",
-            **tokens,
+            **({} if exchange.generation is None else _of_generation(exchange.generation)),
         },
     )
+
+
+def _of_generation(end: EndEvent) -> dict[str, str | int]:
+    return {
+        "prompt_tokens": end.usage.prompt_tokens,
+        "completion_tokens": end.usage.completion_tokens,
+        "attempts": end.attempts,
+        "prefill_node": end.prefill_node,
+        "decode_node": end.decode_node,
+    }

@@ -10,7 +10,7 @@ from typing import cast
 
 from common.errors import InvariantError
 from common.ids import RequestId
-from router.api import Outcome, Usage
+from router.api import EndEvent, Outcome
 from router.http.asgi import Message, Receive, Scope, message_bytes
 from router.http.errors import ClientGoneError
 
@@ -31,7 +31,8 @@ class Exchange:
         self.model = ""
         """The model's name, once it is known to exist."""
         self.outcome: Outcome | None = None
-        self.usage: Usage | None = None
+        self.generation: EndEvent | None = None
+        """How the generation ended, where one was begun and waited for."""
         self.status = 0
         """Of the head that was sent; 0 before."""
         self.gone = False
@@ -106,7 +107,7 @@ class Exchange:
             raise InvariantError("an answer ended that has no head")
         if self.gone and self.finished:
             raise InvariantError("a client left before the end of an answer that was complete")
-        if self.usage is not None and self.outcome is None:
+        if self.generation is not None and self.outcome is None:
             raise InvariantError("tokens were counted for a request that has no outcome")
 
     async def _await_disconnect(self) -> None:

@@ -67,8 +67,8 @@ class Generation:
     def _end(self, event: EndEvent) -> None:
         self._ended = True
         self._exchange.outcome = event.outcome
-        self._exchange.usage = event.usage
+        self._exchange.generation = event
         now = self._clock.now()
         decode_s = now - self._first_token_s if self._first_token_s is not None else 0.0
         self._metrics.generation_over(self._model, had_tokens=self._first_token_s is not None)
-        self._metrics.generated(self._model, event.usage, now - self._exchange.started_s, decode_s)
+        self._metrics.generated(self._model, event, now - self._exchange.started_s, decode_s)

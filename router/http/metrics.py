@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from router.api import ServiceCounts, Usage
+from router.api import EndEvent, ServiceCounts
 
 MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -36,6 +36,7 @@ class RouterMetrics:
         self._failed = self._counter("request_failed_total", "Requests that ended otherwise")
         self._prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of ended generations")
         self._generated = self._counter("generation_tokens_total", "Generated tokens")
+        self._replans = self._counter("request_replans_total", "Plans of ended generations beyond their first")
         self._running = self._gauge("num_requests_running", "Requests whose tokens come", "livesum")
         self._waiting = self._gauge("num_requests_waiting", "Requests without a token yet", "livesum")
         self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _TTFT_BUCKETS_S)
@@ -72,8 +73,10 @@ class RouterMetrics:
         """A submitted request will bring no more tokens."""
         (self._running if had_tokens else self._waiting).labels(model).dec()
 
-    def generated(self, model: str, usage: Usage, total_s: float, decode_s: float) -> None:
-        """Token counts of an ended generation; `decode_s` from its first token to its last."""
+    def generated(self, model: str, end: EndEvent, total_s: float, decode_s: float) -> None:
+        """Token counts and plans of an ended generation; `decode_s` from its first token to its last."""
+        usage = end.usage
+        self._replans.labels(model).inc(max(0, end.attempts - 1))
         self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
         self._generated.labels(model).inc(usage.completion_tokens)
         self._e2e.labels(model).observe(total_s)
@@ -89,7 +92,9 @@ class RouterMetrics:
             self._swaps.labels(model).set(counts.swaps.get(model, 0))
             for gauge in (self._running, self._waiting):
                 gauge.labels(model)
-            for counter in (self._received, self._success, self._failed, self._prompt_tokens, self._generated):
+            for counter in (
+                self._received, self._success, self._failed, self._prompt_tokens, self._generated, self._replans,
+            ):  # fmt: skip
                 counter.labels(model)
             for histogram in (self._ttft, self._tpot, self._e2e):
                 histogram.labels(model)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ops.cli.numbers import three_counts
+from ops.cli.numbers import above_zero, count, positive, three_counts
 from tests.chaos.asks import REAL_SIZES, Sizes, pool
 from tests.chaos.crowd import Target
 from tests.chaos.fault_proxy import ProxyLinks
@@ -44,13 +44,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nodes", type=three_counts("P,D,U"), default=(2, 2, 0), metavar="P,D,U", help="how many of each role (2,2,0)"
     )
-    parser.add_argument("--requests", type=int, help="at least so many (5000; real 500)")
-    parser.add_argument("--faults", type=int, help="kills, stops, SIGTERMs and cuts (200; real 25)")
-    parser.add_argument("--gap", type=float, help="mean seconds between two faults (3; real 8)")
-    parser.add_argument("--clients", type=int, help="(24; real 12)")
-    parser.add_argument("--think", type=float, help="mean seconds between two requests of a client (1.5)")
-    parser.add_argument("--pool", type=int, help="different generations (96; real 16)")
-    parser.add_argument("--most-s", type=float, default=1500.0, help="it ends then in any case (1500)")
+    parser.add_argument("--requests", type=positive, help="at least so many (5000; real 500)")
+    parser.add_argument("--faults", type=count, help="kills, stops, SIGTERMs and cuts (200; real 25)")
+    parser.add_argument("--gap", type=above_zero, help="mean seconds between two faults (3; real 8)")
+    parser.add_argument("--clients", type=positive, help="(24; real 12)")
+    parser.add_argument("--think", type=above_zero, help="mean seconds between two requests of a client (1.5)")
+    parser.add_argument("--pool", type=positive, help="different generations (96; real 16)")
+    parser.add_argument("--most-s", type=above_zero, default=1500.0, help="it ends then in any case (1500)")
     parser.add_argument("--no-namespaces", action="store_true", help="cut links with the proxy in any case")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     args = parser.parse_args(argv)

@@ -23,7 +23,7 @@ class Sample:
 
 
 class Sampler:
-    """Looks every few seconds, in a thread; use it as a context manager."""
+    """Looks at the beginning, every few seconds and at the end, in a thread; use it as a context manager."""
 
     def __init__(self, served: Served, every_s: float = 2.0) -> None:
         self.samples: list[Sample] = []
@@ -41,8 +41,10 @@ class Sampler:
         self._thread.join(30.0)
 
     def _run(self) -> None:
+        self.samples += look(self._served)
         while not self._stop.wait(self._every_s):
             self.samples += look(self._served)
+        self.samples += look(self._served)
 
 
 def look(served: Served) -> list[Sample]:

@@ -18,6 +18,7 @@ from typing import NoReturn
 import msgspec
 from tqdm import tqdm
 
+from ops.cli.numbers import positive
 from tests.chaos.asks import REAL_SIZES, Ask, Generation, Sizes, pool
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Client, Target, learn, now
@@ -32,7 +33,6 @@ from tests.support.real_model import real_model_path
 _SIZES = Sizes(prompts=(1, 3, 8), outputs=(1, 2, 3), shared=8, vocab_size=VOCAB_SIZE)
 _WARM_SHARE, _TAIL_SHARE = 0.2, 0.2
 _LEAVE_SHARE = 0.02
-_EVERY_S = 5.0
 _TINY = {"requests": 100_000, "clients": 32}
 _REAL = {"requests": 500, "clients": 8}
 
@@ -84,7 +84,7 @@ async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, cl
     await on_every_worker(stand, lambda: learn(target))
     await asyncio.to_thread(stand.wait_whole)
     before = look(stand.served)
-    with tqdm(total=count, unit="request", mininterval=2.0) as bar, Sampler(stand.served, _EVERY_S) as sampler:
+    with tqdm(total=count, unit="request", mininterval=2.0) as bar, Sampler(stand.served) as sampler:
         tally, began, left = _Tally(bar), now(), [count]
         # Ctrl-C: what was done counts, and the next run goes on.
         with contextlib.suppress(asyncio.CancelledError):
@@ -101,9 +101,9 @@ async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, cl
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
     parser.add_argument("--real", action="store_true", help="the small real model, and fewer requests")
-    parser.add_argument("--requests", type=int, help="in all runs together (100,000; real 500)")
-    parser.add_argument("--this-run", type=int, default=1 << 60, help="no more than so many in this run")
-    parser.add_argument("--clients", type=int, help="(32; real 8)")
+    parser.add_argument("--requests", type=positive, help="in all runs together (100,000; real 500)")
+    parser.add_argument("--this-run", type=positive, default=1 << 60, help="no more than so many in this run")
+    parser.add_argument("--clients", type=positive, help="(32; real 8)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     args = parser.parse_args(argv)

@@ -50,8 +50,9 @@ class State(msgspec.Struct):
 
     @property
     def is_clean(self) -> bool:
-        """Nothing wrong, and every process flat."""
-        return not any(run.wrong for run in self.runs) and all(g.is_flat for run in self.runs for g in run.processes)
+        """Nothing wrong, and every process flat, as far as runs were long enough to tell; one was."""
+        judged = [grown for run in self.runs for grown in run.processes]
+        return bool(judged) and all(grown.is_flat for grown in judged) and not any(run.wrong for run in self.runs)
 
 
 def page(state: State, command: str, picture: str) -> str:
@@ -67,6 +68,9 @@ def page(state: State, command: str, picture: str) -> str:
 def _of_run(number: int, run: Run) -> Iterable[str]:
     ends = ", ".join(f"{count} {end}" for end, count in run.ends.items())
     yield f"Run {number}: {run.requests} in {run.seconds:.0f} s ({run.requests / run.seconds:.0f}/s): {ends}."
+    if not run.processes:
+        yield from ("", "Too short to tell whether memory is flat.", "")
+        return
     yield from ("", "| process | RSS MiB | at the end | descriptors | at the end | flat |", "|" + " --- |" * 6)
     for grown in run.processes:
         rss = f"{grown.rss_then / 2**20:.1f} | {grown.rss_end / 2**20:.1f}"

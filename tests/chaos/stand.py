@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +71,8 @@ def tiny_model(directory: Path) -> Path:
 
 @contextlib.contextmanager
 def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]], Links]) -> Iterator[Stand]:
-    """Start it; stopped and checked by `tests.support.serve` at the end."""
+    """Start it; stopped and checked by `tests.support.serve` at the end, after a Ctrl-C and after SIGTERM as well."""
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     parts = parts_of(shape.prefill, shape.decode, shape.unsplit)
     links = make_links(parts)
     try:

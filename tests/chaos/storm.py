@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ops.cli.numbers import above_zero, positive
 from tests.chaos.asks import Ask, Sizes, patient, pool
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Client, Target, learn, now
@@ -132,10 +133,10 @@ def _page(storm: Storm, start: float, steady: int, stormy: int) -> str:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.storm", description=__doc__)
-    parser.add_argument("--steady", type=int, default=16)
-    parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--quiet-s", type=float, default=12.0)
-    parser.add_argument("--storm-s", type=float, default=12.0)
+    parser.add_argument("--steady", type=positive, default=16)
+    parser.add_argument("--clients", type=positive, default=200)
+    parser.add_argument("--quiet-s", type=above_zero, default=12.0)
+    parser.add_argument("--storm-s", type=above_zero, default=12.0)
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="kvf-storm-") as name:

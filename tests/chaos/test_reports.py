@@ -55,5 +55,8 @@ def test_the_page_of_a_soak_adds_its_runs_and_judges_each(tmp_path: Path) -> Non
     for run in (Run(1, 1.0, {"complete": 1}, [], [grown]), Run(1, 1.0, {"lost": 1}, ["lost: x"], [flat])):
         assert not (state := State([*clean.runs, run])).is_clean
         assert page(state, "x", "soak.png").startswith("# Soak: 1001 requests, not clean\n")
+    short = State([Run(1, 1.0, {"complete": 1}, [], [])])
+    assert not short.is_clean
+    assert "Too short to tell whether memory is flat." in page(short, "x", "soak.png")
     plot_samples(SAMPLES, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")

@@ -22,6 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from common.with_parent import with_parent
 from tests.support.eventually import PATIENCE_S
 from tests.support.processes import suspended
 
@@ -76,7 +77,8 @@ class Served:
         self._shm_before = _shm_entries()
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.base / "run"), "TMPDIR": str(self.base / "tmp")}
         self.process = subprocess.Popen(
-            (sys.executable, "-m", *options.program, *options.arguments()),
+            # Whatever becomes of this process, the cluster does not stay behind.
+            with_parent(signal.SIGTERM, (sys.executable, "-m", *options.program, *options.arguments())),
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             env=environment,

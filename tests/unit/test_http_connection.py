@@ -269,6 +269,7 @@ def test_the_access_log_has_one_record_per_request():
             assert (record["client_id"], record["status"]) == ("42", 200)
             assert (record["method"], record["path"]) == ("POST", PATH)
             assert (record["ms"], record["prompt_tokens"], record["completion_tokens"]) == (250.0, 3, 20)
+            assert (record["attempts"], record["prefill_node"], record["decode_node"]) == (1, "p0", "d0")
             assert record["outcome"] == "length"
             await client.send(b"GET /a%0Ab HTTP/1.1\r\nHost: x\r\n\r\n")
             await client.reply()

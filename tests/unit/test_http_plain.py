@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 
-import msgspec
 import pytest
 from falcon import testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.api import ServiceCounts
 from router.http.metrics import MULTIPROCESS_VARIABLE
-from tests.support.fake_service import MODEL, Script
+from tests.support.fake_service import Script
 from tests.support.http_app import HttpApp
 from tests.support.infer_cases import base, encode
 
@@ -47,23 +46,6 @@ def test_server_metadata():
     result = testing.TestClient(HttpApp().app).simulate_get("/v2")
     assert result.json.keys() == {"name", "version", "extensions"}
     assert (result.json["name"], result.json["version"]) == ("kvferry", "1.2.3")
-
-
-def test_the_list_of_models_is_openais():
-    http = HttpApp(started_at=7)
-    http.service.models_known["a"] = msgspec.structs.replace(MODEL, name="a")
-    result = testing.TestClient(http.app).simulate_get("/v1/models")
-    assert result.status_code == 200
-    data = [{"id": name, "object": "model", "created": 7, "owned_by": "kvferry"} for name in ("a", "m")]
-    assert result.json == {"object": "list", "data": data}
-
-
-def test_before_any_node_told_of_a_model_the_list_is_empty():
-    http = HttpApp()
-    http.service.models_known.clear()
-    result = testing.TestClient(http.app).simulate_get("/v1/models")
-    assert (result.status_code, result.json) == (200, {"object": "list", "data": []})
-    assert testing.TestClient(http.app).simulate_get("/v1/models/m").status_code == 404
 
 
 def test_model_metadata():
@@ -191,14 +173,14 @@ def test_a_websocket_is_turned_away():
 _WORKER = """
 import os, sys
 from prometheus_client import CollectorRegistry
-from router.api import Usage
+from router.api import EndEvent, Usage
 from router.http.metrics import metrics_from_environment
 metrics = metrics_from_environment(os.environ, CollectorRegistry())
 for _ in range(int(sys.argv[1])):
     metrics.received("m")
     metrics.submitted("m")
     metrics.first_token("m", 0.1)
-    metrics.generated("m", Usage(3, 4), 1.0, 0.5)
+    metrics.generated("m", EndEvent("length", Usage(3, 4), attempts=3), 1.0, 0.5)
 assert metrics.reads_files
 sys.stdout.buffer.write(metrics.render())
 """
@@ -214,4 +196,5 @@ def test_any_worker_tells_the_numbers_of_all(tmp_path):
     assert found["request_received_total"] == 5
     assert found["num_requests_running"] == 5
     assert found["generation_tokens_total"] == 20
+    assert found["request_replans_total"] == 10
     assert found["time_to_first_token_seconds_count"] == 5

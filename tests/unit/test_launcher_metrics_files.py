@@ -14,14 +14,14 @@ import os, sys
 from ops.launcher.metrics_files import reserve_metrics_files
 reserve_metrics_files(os.environ, os.getpid())
 from prometheus_client import CollectorRegistry
-from router.api import ServiceCounts, Usage
+from router.api import EndEvent, ServiceCounts, Usage
 from router.http.metrics import metrics_from_environment
 metrics = metrics_from_environment(os.environ, CollectorRegistry())
 for model in map(str, range(int(sys.argv[1]))):
     metrics.received(model)
     metrics.submitted(model)
     metrics.first_token(model, 0.1)
-    metrics.generated(model, Usage(3, 4), 1.0, 0.5)
+    metrics.generated(model, EndEvent("length", Usage(3, 4)), 1.0, 0.5)
     metrics.observe_service((model,), ServiceCounts({}, {}, {}, {}))
     metrics.generation_over(model, had_tokens=True)
 print(metrics.reads_files)
