@@ -17,7 +17,8 @@ WriteLine = Callable[[str, str], object]
 """Takes a child's name and one of its lines."""
 
 _READ_BYTES = 1 << 16
-_LAST_LINES_S = 1.0
+_LAST_LINES_S = 10.0
+"""Its last line says why it ended, also on a busy machine. Only what left its group can hold the pipe for so long."""
 _PIPE_BYTES = 1 << 20
 """Of lines that wait to be passed on: the most that any user may have."""
 
