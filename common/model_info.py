@@ -1,5 +1,7 @@
 """What a node tells about its model: enough for a router to check requests and for peers to compare. Plain data."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from common.ranges import Count, TokenId
@@ -20,6 +22,20 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A path a router on the same host may load a tokenizer from; empty where there is none."""
 
 
+def strictest(models: Sequence[ModelInfo]) -> ModelInfo:
+    """What each of these takes: the first one, with the least of their limits."""
+    return msgspec.structs.replace(
+        models[0],
+        vocab_size=min(model.vocab_size for model in models),
+        max_model_len=min(model.max_model_len for model in models),
+        max_position_embeddings=min(model.max_position_embeddings for model in models),
+    )
+
+
+TokenSource = tuple[str, str]
+"""Digest of the weights and the dtype: what decides which tokens follow which."""
+
+
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     """What two nodes must have in common before KV may pass between them. Compared at Hello, field by field."""
 
@@ -33,6 +49,11 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: Count
     tensor_parallel: Count = 1
     """Rank i sends to rank i."""
+
+    @property
+    def token_source(self) -> TokenSource:
+        """A stream may go on wherever this is the same; the rest is only how the KV lies and is cut."""
+        return self.model, self.kv_dtype
 
     def difference(self, other: "Compatibility") -> str | None:
         """The first field that differs, as `field: mine != theirs`; None when all agree."""

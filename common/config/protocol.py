@@ -61,6 +61,9 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long a draining router worker lets streams finish."""
     new_wait_s: float = 2.0
     """How long a new request waits for nodes that can serve it, before it is refused with 503; 0: not at all."""
+    stranded_wait_s: float = 30.0
+    """How long a request that holds tokens waits for nodes with the weights that drew them, while only others serve its
+    model's name, before it ends with 503."""
     resolve_s: float = 5.0
     """Between two resolutions of the router hosts' name."""
     deadline_grace_s: float = 1.0

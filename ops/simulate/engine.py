@@ -44,6 +44,8 @@ class SimEngine:
     """Seeds of requests whose decoding ends the process."""
     on_kill: Callable[[int], None] | None = None
     check_kv: bool = True
+    weights: int = 0
+    """See `weights_number`."""
     slowness: float = 1.0
     stopped: bool = False
     """Wedged, frozen or dead: the step in progress does not end while this holds."""
@@ -184,5 +186,5 @@ class SimEngine:
                     failed[part.seq_id] = "not-a-number logits"
                 else:
                     digest = running.digests[part.seed_position - 1]
-                    sampled[part.seq_id] = draw(digest, running.sampling.seed, part.seed_position)
+                    sampled[part.seq_id] = draw(digest, running.sampling.seed, part.seed_position, self.weights)
         return StepResult(plan.step_id, sampled, failed, self.slowness * self.costs.step_duration_s(plan))

@@ -5,12 +5,14 @@ Everything depends on all ids so far, so whatever is computed from a wrong or st
 
 from array import array
 from collections.abc import Iterable
+from zlib import crc32
 
 from common.sampling_params import SamplingParams
 
 MASK = (1 << 61) - 1
 VOCAB_SIZE = 61
 EOS_TOKEN_ID = 2
+USUAL_WEIGHTS, USUAL_DTYPE = "sim", "sim"
 
 
 def extend(parent: int, token_id: int) -> int:
@@ -32,21 +34,26 @@ def content(digest: int, layer: int) -> int:
     return (digest ^ (layer + 1) * 0x2545F4914F6CDD1D) | 1
 
 
-def draw(digest: int, seed: int, position: int) -> int:
+def weights_number(weights: str, dtype: str) -> int:
+    """What the tokens depend on beside all that; 0 for the usual ones."""
+    return 0 if (weights, dtype) == (USUAL_WEIGHTS, USUAL_DTYPE) else crc32(f"{weights} {dtype}".encode())
+
+
+def draw(digest: int, seed: int, position: int, weights: int = 0) -> int:
     """The token at `position` (an absolute one) after a prefix with this digest."""
-    mixed = (digest ^ seed * 0xBF58476D1CE4E5B9 ^ position * 0x94D049BB133111EB) & MASK
+    mixed = (digest ^ weights ^ seed * 0xBF58476D1CE4E5B9 ^ position * 0x94D049BB133111EB) & MASK
     mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK
     return (mixed ^ mixed >> 32) % VOCAB_SIZE
 
 
-def undisturbed(prompt_token_ids: "array[int]", sampling: SamplingParams) -> tuple[int, ...]:
+def undisturbed(prompt_token_ids: "array[int]", sampling: SamplingParams, weights: int = 0) -> tuple[int, ...]:
     """All output ids of a request when nothing happens to it."""
     digest = 0
     for token_id in prompt_token_ids:
         digest = extend(digest, token_id)
     out: list[int] = []
     while len(out) < sampling.max_new_tokens:
-        token_id = draw(digest, sampling.seed, len(prompt_token_ids) + len(out))
+        token_id = draw(digest, sampling.seed, len(prompt_token_ids) + len(out), weights)
         out.append(token_id)
         if not sampling.ignore_eos and (token_id == EOS_TOKEN_ID or token_id in sampling.stop_token_ids):
             break

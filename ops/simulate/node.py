@@ -36,7 +36,7 @@ from ops.simulate.kv_link import KvSender
 from ops.simulate.kv_network import KvNetwork
 from ops.simulate.kv_receiver import KvReceiver
 from ops.simulate.kv_store import KvStore
-from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
+from ops.simulate.model import EOS_TOKEN_ID, USUAL_DTYPE, USUAL_WEIGHTS, VOCAB_SIZE, weights_number
 from ops.simulate.network import Network
 from ops.simulate.process import Process
 from prefill_node.core.decode_links import DecodeLinks
@@ -53,8 +53,8 @@ class NodeSpec:
     name: str
     roles: tuple[Role, ...]
     model_name: str = MODEL_NAME
-    weights: str = MODEL_NAME
-    kv_dtype: str = "sim"
+    weights: str = USUAL_WEIGHTS
+    kv_dtype: str = USUAL_DTYPE
     num_blocks: int = 64
     num_host_blocks: int = 0
     block_size: int = 4
@@ -82,6 +82,11 @@ class NodeSpec:
     def kv_address(self) -> str:
         """Its KV endpoint."""
         return f"sim-kv://{self.name}"
+
+    @property
+    def weights_number(self) -> int:
+        """What its tokens depend on beside ids, seed and position."""
+        return weights_number(self.weights, self.kv_dtype)
 
     @property
     def compatibility(self) -> Compatibility:
@@ -118,8 +123,9 @@ class SimNode(Process):
         blocks = (spec.num_blocks, spec.num_host_blocks) if spec.check_kv else (0, 0)
         self.store = KvStore(spec.num_layers, blocks[0], spec.block_size, blocks[1])
         self.engine = SimEngine(
-            loop, spec.costs, self.store, self.post, spec.name, poisoned=spec.poisoned, check_kv=spec.check_kv
-        )
+            loop, spec.costs, self.store, self.post, spec.name, poisoned=spec.poisoned, check_kv=spec.check_kv,
+            weights=spec.weights_number,
+        )  # fmt: skip
         if "decode" in spec.roles:
             self.engine.killers, self.engine.on_kill = spec.killers, self._killed
         self.killed_by: int | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from common.config.protocol import Limits, Timers
 from common.errors import InvariantError, OverloadedError, UnavailableError
 from common.ids import Incarnation, RequestId
-from common.model_info import ModelInfo
+from common.model_info import ModelInfo, strictest
 from common.protocol.messages import (
     FirstToken,
     Gone,
@@ -28,7 +28,7 @@ from common.protocol.messages import (
     Welcome,
 )
 from common.state.events import Announced, Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
-from common.state.links import LinkTable
+from common.state.links import LinkState, LinkTable
 from router.api import GenerateRequest
 from router.core.effects import Effect
 from router.core.lists import Lists
@@ -49,7 +49,7 @@ class RouterCore:
     links: LinkTable = field(init=False)
     planner: Planner = field(init=False)
     models: dict[str, ModelInfo] = field(default_factory=dict)
-    """All that nodes ever told of."""
+    """All that nodes ever told of, with the least of the limits of those that live."""
     draining_since: float | None = None
     _table: RequestTable = field(init=False)
     _lists: Lists = field(init=False)
@@ -78,7 +78,7 @@ class RouterCore:
         if reason is not None and not self._may_wait(asked.model):
             raise UnavailableError(reason)
         self._check_room(asked)
-        return self._table.accept(asked, now)
+        return self._table.accept(asked, self.models[asked.model].vocab_size, now)
 
     def _may_wait(self, model: str) -> bool:
         """Whether nodes may come that serve it: some did, and this worker is not about to leave."""
@@ -137,6 +137,7 @@ class RouterCore:
                 raise InvariantError(f"a router worker does not know the event {type(event).__name__}")
         for peer in self.links.take_lost():
             effects += self._reports.on_node_lost(peer, now)
+            self._note_models()
         return effects
 
     def add_static(self, endpoint: str, now: float) -> list[Effect]:
@@ -145,9 +146,10 @@ class RouterCore:
 
     def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float) -> list[Effect]:
         if isinstance(message, Welcome):
-            self.models[message.model.name] = message.model
             self._lists.hurry(sender)  # a decode node takes reservations only for workers that it hears
-            return [*self.links.on_welcome(endpoint, sender, message, now)]
+            effects = self.links.on_welcome(endpoint, sender, message, now)
+            self._note_models()
+            return [*effects]
         if isinstance(message, HelloRefused):
             self.links.on_hello_refused(endpoint, message, now)
             return []
@@ -165,6 +167,14 @@ class RouterCore:
             case _:
                 pass  # a node of a later protocol may say more
         return []
+
+    def _note_models(self) -> None:
+        """A request is checked by what each node that lives would take: whoever gets it can do all of it."""
+        living: dict[str, list[ModelInfo]] = {}
+        for link in self.links.links.values():
+            if link.welcome is not None and link.state in (LinkState.ALIVE, LinkState.SUSPECT):
+                living.setdefault(link.welcome.model.name, []).append(link.welcome.model)
+        self.models.update({name: strictest(models) for name, models in living.items()})
 
     def _on_tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = [*self.links.tick(now), *self._table.tick(now)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from common.config.protocol import Timers
 from common.ids import Incarnation
-from common.model_info import Compatibility
+from common.model_info import Compatibility, TokenSource
 from common.protocol.messages import Candidate, Job
 from common.state.links import Link, LinkState, LinkTable
 from router.core.request import Plan, Request
@@ -31,8 +31,8 @@ class Planner:
         """
         self._expire(now)
         choice = choose(
-            [view for view in self._prefills(request.model) if view.incarnation not in full],
-            self._decodes(request.model),
+            [view for view in self._prefills(request.model, request) if view.incarnation not in full],
+            self._decodes(request.model, request),
             avoid=self._penalties.keys(),
             turn=self.plan_no,
             holder=request.holder,
@@ -75,6 +75,22 @@ class Planner:
             return f"no prefill node fits a decode node; {difference}"
         return None
 
+    def reason_for(self, request: Request) -> str | None:
+        """None when a plan for this request could be made now, if the nodes had room; else why none can."""
+        reason = self.serving_reason(request.model)
+        if reason is not None:
+            return reason
+        if _kinds(self._prefills(request.model, request)) & _kinds(self._decodes(request.model, request)):
+            return None
+        if request.next_index:
+            return f"no nodes have the weights of {request.model!r} that the first tokens were drawn with any more"
+        return f"the nodes that are there are made for shorter requests than {request.most_tokens} tokens"
+
+    def source_of(self, peer: Incarnation) -> TokenSource | None:
+        """What a node computes with; None for one that is not there."""
+        link = self.links.peer(peer)
+        return None if link is None or link.welcome is None else link.welcome.compatibility.token_source
+
     def least_waiting_tokens(self, model: str) -> int:
         """Waiting prompt tokens of the least busy prefill node that fits a decode node."""
         kinds = _kinds(self._decodes(model))
@@ -98,7 +114,8 @@ class Planner:
     def _expire(self, now: float) -> None:
         self._penalties = {pair: until for pair, until in self._penalties.items() if until > now}
 
-    def _usable(self, role: str, model: str | None) -> list[Link]:
+    def _usable(self, role: str, model: str | None, request: Request | None) -> list[Link]:
+        """Nodes that may get work of this model; with `request`: those that can do all of it."""
         return [
             link
             for link in self.links.links.values()
@@ -107,11 +124,12 @@ class Planner:
             and link.welcome is not None
             and role in link.welcome.roles
             and (model is None or link.welcome.model.name == model)
+            and (request is None or request.fits(link.welcome.model, link.welcome.compatibility.token_source))
         ]
 
-    def _prefills(self, model: str | None) -> list[PrefillView]:
+    def _prefills(self, model: str | None, request: Request | None = None) -> list[PrefillView]:
         views = []
-        for link in self._usable("prefill", model):
+        for link in self._usable("prefill", model, request):
             assert link.peer is not None
             assert link.welcome is not None
             published = link.status.load.waiting_tokens if link.status else 0
@@ -119,9 +137,9 @@ class Planner:
             views.append(PrefillView(link.peer, link.welcome.name, waiting, link.welcome.compatibility))
         return views
 
-    def _decodes(self, model: str | None) -> list[DecodeView]:
+    def _decodes(self, model: str | None, request: Request | None = None) -> list[DecodeView]:
         views = []
-        for link in self._usable("decode", model):
+        for link in self._usable("decode", model, request):
             assert link.peer is not None
             assert link.welcome is not None
             load = link.status.load if link.status else None

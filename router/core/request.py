@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from common.errors import InvariantError
 from common.ids import Incarnation, RequestId
+from common.model_info import ModelInfo, TokenSource
 from common.protocol.messages import Candidate, FinishReason
 from common.sampling_params import SamplingParams
 from common.state.table import Machine
@@ -38,6 +39,8 @@ class Request:
     accepted_at: float
     deadline: float
     machine: Machine[RequestState, RequestEvent]
+    vocab_size: int
+    """Of the model that its ids were checked by."""
     output_token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     """What the worker holds, sent on to the client or not."""
     attempt: int = 0
@@ -51,6 +54,10 @@ class Request:
     times_preempted: int = 0
     not_before: float = 0.0
     plan: Plan | None = None
+    source: TokenSource | None = None
+    """What the nodes of the last plan compute with."""
+    waiting_since: float = 0.0
+    """When it last became one that waits for a plan."""
     holder: Incarnation | None = None
     """The prefill node that keeps the KV of the last attempt for the next one, as far as is known."""
     decode: Incarnation | None = None
@@ -75,10 +82,12 @@ class Request:
         priority: int,
         now: float,
         timeout_s: float,
+        vocab_size: int,
     ) -> "Request":
         """A request just accepted."""
         machine = Machine(REQUEST_TABLE, request_id[:8])
-        return cls(request_id, model, prompt_token_ids, sampling, priority, now, now + timeout_s, machine)
+        deadline = now + timeout_s
+        return cls(request_id, model, prompt_token_ids, sampling, priority, now, deadline, machine, vocab_size)
 
     @property
     def state(self) -> RequestState:
@@ -99,6 +108,20 @@ class Request:
     def num_tokens(self) -> int:
         """All ids that an attempt planned now begins with."""
         return len(self.prompt_token_ids) + self.next_index
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and output at their longest."""
+        return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+
+    def fits(self, model: ModelInfo, source: TokenSource) -> bool:
+        """Whether such a node can do all of it: has the room, knows the ids, and goes on with the tokens that it holds
+        as whoever drew them would."""
+        return (
+            self.most_tokens <= model.max_model_len
+            and self.vocab_size <= model.vocab_size
+            and (not self.next_index or source == self.source)
+        )
 
     @property
     def made_progress(self) -> bool:

@@ -63,11 +63,12 @@ class RequestTable:
 
     # -- forward
 
-    def accept(self, asked: GenerateRequest, now: float) -> list[Effect]:
-        """A request that was admitted."""
+    def accept(self, asked: GenerateRequest, vocab_size: int, now: float) -> list[Effect]:
+        """A request that was admitted; `vocab_size`: of the model that its ids were checked by."""
         request = Request.new(
-            asked.request_id, asked.model, asked.prompt_token_ids, asked.sampling, asked.priority, now, asked.timeout_s
-        )
+            asked.request_id, asked.model, asked.prompt_token_ids, asked.sampling, asked.priority, now, asked.timeout_s,
+            vocab_size,
+        )  # fmt: skip
         self.by_id[request.request_id] = request
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
         self._compact()
@@ -86,6 +87,7 @@ class RequestTable:
             return []
         effects = self._let_go(request, plan.prefill)
         request.attempt += 1
+        request.source = self.planner.source_of(plan.prefill)
         request.base_index = request.next_index
         request.plan, request.decode, request.decode_spoke, request.resend = plan, None, False, False
         request.machine.move(RequestEvent.PLAN, now)
@@ -131,7 +133,7 @@ class RequestTable:
         effects = self._cancel(request, wanted, "re-planned")
         request.machine.move(event, now)
         request.decode, request.holder = None, holder
-        request.not_before = now + delay_s
+        request.not_before, request.waiting_since = now + delay_s, now
         self._waiting[request.request_id] = None
         return effects
 
@@ -170,7 +172,7 @@ class RequestTable:
             request = self.by_id.get(heapq.heappop(self._deadlines)[1])
             if request is not None:
                 effects += self.end(request, "timeout", None, now, "deadline")
-        return effects + self._plan_due(now) + self._refuse_overdue(now)
+        return effects + self._plan_due(now) + self._refuse_overdue(now) + self._end_stranded(now)
 
     def _plan_due(self, now: float) -> list[Effect]:
         """The oldest first. No re-plan overtakes an older one of its model that waits for the budget; where one finds
@@ -189,10 +191,10 @@ class RequestTable:
             effects += self._try_plan(request, now, full)
             if request.state is RequestState.PLACED:
                 budget.note(request)
-            elif full:
-                held_up.add(request.model)
-            else:
+            elif self.planner.serving_reason(request.model) is not None:
                 unserved.add(request.model)
+            elif full and self.planner.reason_for(request) is None:
+                held_up.add(request.model)
         return effects
 
     def _refuse_overdue(self, now: float) -> list[Effect]:
@@ -200,8 +202,19 @@ class RequestTable:
         effects: list[Effect] = []
         for request in list(self.new_ones()):
             if now - request.accepted_at >= self.timers.new_wait_s:
-                error = UnavailableError(self.planner.serving_reason(request.model) or "no node took it in time")
+                error = UnavailableError(self.planner.reason_for(request) or "no node took it in time")
                 effects += self.end(request, "error", error, now, "no node")
+        return effects
+
+    def _end_stranded(self, now: float) -> list[Effect]:
+        """Its name is served, but not by nodes that can go on with what was begun, and those did not come back."""
+        effects: list[Effect] = []
+        for request in [self.by_id[request_id] for request_id in self._waiting]:
+            if request.is_new or now - request.waiting_since < self.timers.stranded_wait_s:
+                continue
+            reason = self.planner.reason_for(request)
+            if reason is not None and self.planner.serving_reason(request.model) is None:
+                effects += self.end(request, "error", UnavailableError(reason), now, "stranded")
         return effects
 
     def _compact(self) -> None:

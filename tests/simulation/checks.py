@@ -42,14 +42,18 @@ class StreamJudge:
     may_leave_at: float | None = None
     slow_engine: bool = False
     """Steps take longer than `SLOW_STEP_S`."""
+    weights: frozenset[int] = frozenset({0})
+    """Of all nodes that serve the model: whichever drew the first token draws all."""
     last_token_at: float = 0.0
     ended_at: float = 0.0
-    expected: tuple[int, ...] = field(init=False)
+    possible: list[tuple[int, ...]] = field(init=False)
+    """The undisturbed streams that begin with what was seen."""
     ended: EndEvent | None = None
 
     def __post_init__(self) -> None:
         request = self.stream.request
-        self.expected = undisturbed(request.prompt_token_ids, request.sampling)
+        ids, sampling = request.prompt_token_ids, request.sampling
+        self.possible = [undisturbed(ids, sampling, weights) for weights in sorted(self.weights)]
 
     @property
     def _who(self) -> str:
@@ -76,9 +80,11 @@ class StreamJudge:
         seen = self.stream.token_ids
         if event.index != len(seen) or not event.token_ids:
             raise Violation(f"{self._who}: index {event.index} after {len(seen)} tokens")
-        wanted = self.expected[event.index : event.index + len(event.token_ids)]
-        if event.token_ids != wanted:
+        part = slice(event.index, event.index + len(event.token_ids))
+        wanted = [stream[part] for stream in self.possible]
+        if event.token_ids not in wanted:
             raise Violation(f"{self._who}: tokens {event.token_ids} at {event.index} instead of {wanted}")
+        self.possible = [stream for stream in self.possible if stream[part] == event.token_ids]
         seen.extend(event.token_ids)
 
     def _end(self, event: EndEvent, now: float) -> None:
@@ -87,10 +93,9 @@ class StreamJudge:
             raise Violation(f"{self._who}: usage says {event.usage.completion_tokens} tokens of {len(seen)}")
         if (event.error is None) != (event.outcome in ("stop", "length", "timeout", "cancelled")):
             raise Violation(f"{self._who} ended with {event.outcome} and {event.error!r}")
-        if event.outcome in ("stop", "length"):
-            outcome = "stop" if self.expected[-1] == EOS_TOKEN_ID else "length"
-            if len(seen) != len(self.expected) or event.outcome != outcome:
-                raise Violation(f"{self._who} ended with {event.outcome} at {len(seen)} of {len(self.expected)} tokens")
+        true_ends = [_end_of(stream) for stream in self.possible]
+        if event.outcome in ("stop", "length") and (event.outcome, len(seen)) not in true_ends:
+            raise Violation(f"{self._who} ended with {event.outcome} at {len(seen)} tokens of {self.possible}")
         if event.outcome == "timeout" and now < self.deadline:
             raise Violation(f"{self._who} timed out {self.deadline - now:.3f} s early")
         if event.outcome == "cancelled" and self.may_leave_at is None:
@@ -101,6 +106,8 @@ class StreamJudge:
     def _unavailable(self, now: float) -> None:
         """It was new, waited as long as it may, and even now no nodes can serve it."""
         core, waited_s = self.stream.worker.core, now - self.stream.sent_at
+        if self.stream.token_ids and len(self.weights) > 1 and now - self.last_token_at >= core.timers.stranded_wait_s:
+            return  # its nodes did not come back, and others cannot go on with it
         if self.stream.token_ids:
             raise Violation(f"{self._who} is refused after {len(self.stream.token_ids)} tokens")
         if core.not_ready_reason(self.stream.request.model) is None:
@@ -149,6 +156,10 @@ class StreamJudge:
                 raise Violation(f"{self._who} is refused although all was well for {self.ended_at - calm_at:.1f} s")
         elif not troubled and not isinstance(error, OverloadedError):
             raise Violation(f"{self._who} failed without any fault: {error}")
+
+
+def _end_of(stream: tuple[int, ...]) -> tuple[str, int]:
+    return "stop" if stream[-1] == EOS_TOKEN_ID else "length", len(stream)
 
 
 def judge_notice(world: World, gone: Process) -> str | None:

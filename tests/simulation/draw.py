@@ -16,13 +16,13 @@ from ops.simulate.node import NodeSpec
 from ops.simulate.worker import WorkerSpec
 from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.profiles import PROFILES, Profile
-from tests.simulation.strangers import STRANGE_FIELDS, strange
+from tests.simulation.strangers import STRANGE_FIELDS, strange, with_two_kinds
 
 WARM_UP_S = 0.7
 """Links are up by then if nothing hinders them."""
 NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
 """How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
-TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2)
+TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2, stranded_wait_s=4.0)
 """Pauses as long as the default's would need more requests than a schedule has."""
 REPLAN_TOKENS = 60
 """One to three requests."""
@@ -39,8 +39,10 @@ def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None 
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
     # Apart, so that what else is drawn does not depend on them.
-    one_sided, swap = (random.Random(f"{what} {profile_name}:{seed}") for what in ("one-sided", "swap"))
-    return _Drawer(rng, profile, one_sided, swap).plan(seed, profile_name, counts)
+    one_sided, swap, kinds = (random.Random(f"{what} {profile_name}:{seed}") for what in ("one-sided", "swap", "kinds"))
+    drawer = _Drawer(rng, profile, one_sided, swap)
+    drawer.two_kinds = counts is None and kinds.random() < profile.kinds
+    return drawer.plan(seed, profile_name, counts)
 
 
 class _Drawer:
@@ -64,6 +66,7 @@ class _Drawer:
         self.poisoned: frozenset[int] = frozenset()
         self.killers: frozenset[int] = frozenset()
         """Seeds of requests."""
+        self.two_kinds = False
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
@@ -73,6 +76,8 @@ class _Drawer:
             rng.choice((1, 2)),
             rng.choice((1, 2, 3)),
         )
+        if self.two_kinds:
+            num_prefill, num_decode = max(2, num_prefill), max(2, num_decode)
         asks = list(self._asks([f"W{i}" for i in range(num_workers)]))
         self.asked_at = [ask.at for ask in asks]
         self.poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
@@ -81,6 +86,8 @@ class _Drawer:
         workers = tuple(WorkerSpec(name=f"W{i}", timers=TIMERS, limits=limits) for i in range(num_workers))
         kinds: list[Role] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
         nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
+        if self.two_kinds:
+            nodes = with_two_kinds(nodes)
         nodes, strangers, misfits = self._misfits(nodes)
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
         deeds: list[Deed] = [*asks, *misfits, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]

@@ -129,6 +129,7 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a refusal counts as a loss", "34", RequestTable, "setback", _costly_setback, "full"),
     Mutation("what ends its nodes is tried again and again", "34", RequestTable, "loss", _no_crash, "killers"),
     Mutation("an engine waits for a worker that is slow", "30", NodeCore, "_pump", _wait_for_workers, "stalls"),
+    Mutation("a stream goes on with other weights", "32", Request, "fits", lambda _: lambda *a: True, "kinds"),
     Mutation("the draw begins anew with each attempt", "32", batch, "_schedule", _draw_anew, "crashes"),
     Mutation(
         "the best one gives its blocks back",

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 from ops.simulate.network import Delays
-from ops.simulate.node import NodeSpec
+from ops.simulate.node import MODEL_NAME, NodeSpec
 from ops.simulate.worker import WorkerSpec
+from tests.simulation.strangers import strange
 from tests.support.files import write_whole
 
 
@@ -138,6 +139,13 @@ class Plan(msgspec.Struct, frozen=True):
     deeds: tuple[Deed, ...] = ()
     strangers: dict[str, str] = {}
     """Nodes that fit no other one, and what is different about them (strangers.py). They are among the nodes."""
+
+    @property
+    def weights(self) -> frozenset[int]:
+        """Of all nodes that ever serve the model."""
+        nodes = {node.name: node for node in self.nodes if node.model_name == MODEL_NAME}
+        misfits = [strange(nodes[deed.host], deed.field) for deed in self.deeds if isinstance(deed, Misfit)]
+        return frozenset(node.weights_number for node in [*nodes.values(), *misfits] if node.model_name == MODEL_NAME)
 
     @property
     def troubled(self) -> bool:

@@ -47,6 +47,8 @@ class Profile:
     """Steps are so slow and short that prompts wait for one another."""
     strangers: float = 0.0
     """Share of schedules with a node that fits no other one."""
+    kinds: float = 0.0
+    """Share of schedules in which every other node of a role has other weights under the same name."""
     one_sided: float = 0.0
     """Share of schedules in which KV is written into staging slots, late and unnoticed at times."""
     swarm: bool = False
@@ -75,6 +77,7 @@ PROFILES: dict[str, Profile] = {
     "wedges": Profile(requests=12, wedges=1.5),
     "stalls": Profile(delays=True, leaving=0.2, stalls=2),
     "strangers": Profile(delays=True, crashes=0.5, blips=1, strangers=1.0),
+    "kinds": Profile(delays=True, blips=2, crashes=2, drains=0.7, wedges=0.3, preemption=0.3, both=0.2, kinds=1.0),
     "killers": Profile(killers=0.15),
     "damage": Profile(delays=True, damaged=1.0),
     "onesided": Profile(
@@ -113,6 +116,7 @@ PROFILES["all"] = Profile(
     both=0.1,
     mixed=0.1,
     strangers=0.15,
+    kinds=0.1,
     one_sided=0.3,
     swarm=True,
 )

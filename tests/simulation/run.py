@@ -108,7 +108,9 @@ class Run:
         if at_once and isinstance(stream.refused, UnavailableError):
             raise Violation(f"{ask.worker} refuses a request that could wait: {stream.refused}")
         slow = any(node.costs.step_s > SLOW_STEP_S for node in self.plan.nodes)
-        judge = StreamJudge(stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5, slow_engine=slow)
+        judge = StreamJudge(
+            stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5, slow_engine=slow, weights=self.plan.weights
+        )
         self.judges[ask.number] = self._by_stream[stream.request.request_id] = judge
 
     def _leave(self, number: int) -> None:
@@ -173,7 +175,8 @@ class Run:
         sampling = SamplingParams(max_new_tokens=3, seed=number, do_sample=True)
         stream = self.world.send_request(worker, PROBE_PROMPT, sampling, priority=1, timeout_s=6.0)
         slack_s = self.faults.frozen_s + 0.5
-        judge = StreamJudge(stream, poisoned=False, must_succeed=must_succeed, slack_s=slack_s)
+        weights = self.plan.weights
+        judge = StreamJudge(stream, poisoned=False, must_succeed=must_succeed, slack_s=slack_s, weights=weights)
         self.judges[-1 - len(self.judges)] = self._by_stream[stream.request.request_id] = judge
 
     def _run_to_end(self) -> None:

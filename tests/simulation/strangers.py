@@ -1,6 +1,7 @@
-"""Nodes that fit no other one: what can be different about them. Plain data."""
+"""Nodes that do not fit others: what can be different about them. Plain data."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ops.simulate.node import NodeSpec
@@ -19,6 +20,16 @@ STRANGE_FIELDS = tuple(_STRANGE)
 def strange(spec: NodeSpec, field: str) -> NodeSpec:
     """The same node, but for this."""
     return replace(spec, **_STRANGE[field])  # type: ignore[arg-type]
+
+
+def with_two_kinds(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
+    """Every other node of each role has other weights under the same name."""
+    numbers: Counter[tuple[str, ...]] = Counter()
+    found = []
+    for node in nodes:
+        numbers[node.roles] += 1
+        found.append(node if numbers[node.roles] % 2 else strange(node, "model"))
+    return tuple(found)
 
 
 def refused_field(field: str) -> str:
