@@ -211,7 +211,7 @@ class LauncherCore:
             return [Tell("stopping; again to stop at once"), *self._begin_stop(now)]
         if self._phase is Phase.STOPPING:
             self._phase = Phase.KILLING
-            self._error = self._error or "stopped at once: requests in flight are lost"
+            self._error = self._error or "stopped at once, before all had drained"
             living = [child for child in self._children.values() if child.running]
             for child in living:
                 child.kill_at = None

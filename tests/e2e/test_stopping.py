@@ -76,7 +76,7 @@ def test_second_ctrl_c_does_not_wait(serve: Serve) -> None:
             with pytest.raises((EOFError, ConnectionError)):
                 request.events()
         served.ended(code=1)
-        assert served.log().splitlines()[-1].startswith("kvferry serve: error: stopped at once")
+        assert served.log().splitlines()[-1] == "kvferry serve: error: stopped at once, before all had drained"
 
 
 def test_ctrl_c_before_it_is_ready(reference: Reference) -> None:

@@ -160,7 +160,7 @@ def test_a_second_request_kills_all_and_a_third_changes_nothing():
     assert launcher.send(StopRequested()) == []
     for plan in PLANS[:-1]:
         assert launcher.send(ChildExited(plan.name, -9)) == []
-    assert launcher.send(ChildExited("decode-1", -9)) == [Finish("stopped at once: requests in flight are lost")]
+    assert launcher.send(ChildExited("decode-1", -9)) == [Finish("stopped at once, before all had drained")]
 
 
 def test_a_stop_cancels_a_restart_that_is_due():
