@@ -14,8 +14,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = commands.add_parser(
         "doctor",
         help="say what this machine can do and what is missing",
-        description="Looks at Python, devices, compiler, memory, ports and the model cache, and says what is missing. "
-        "Changes nothing.",
+        description="Looks at Python, devices, compiler, memory, ports, the cache and the small model, and says what "
+        "is missing. Changes nothing.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

@@ -5,11 +5,13 @@ import platform
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from common.cache import cache_dir
 from common.config.host import probe_host
 from common.config.load import load_config
 from common.config.resolve import default_kv_cache_bytes, nodes_on_host
@@ -42,6 +44,7 @@ def examine() -> tuple[Finding, ...]:
         memory(),
         zeromq(),
         *ports(),
+        cache(),
         model_cache(),
     ]
     return tuple(found)
@@ -70,7 +73,9 @@ def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
         if probe.available or is_here:
             yield Finding(f"device {probe.name}", probe.available, probe.detail)
         else:
-            yield Finding(f"device {probe.name}", True, f"none in this machine; {probe.detail}")
+            # What is missing to use one is of no use to who has none.
+            wanted = " or ".join(str(files / pattern) for pattern in _DEVICE_FILES[probe.name])
+            yield Finding(f"device {probe.name}", True, f"none in this machine: no {wanted}")
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
@@ -149,6 +154,21 @@ def port(use: str, number: int, hint: str) -> Finding:
 
 def _port_of(endpoint: str) -> int:
     return int(endpoint.rpartition(":")[2])
+
+
+def cache() -> Finding:
+    """Whether what is fetched or made once can be kept. Tried, in a directory that is removed again: of some file
+    systems permissions do not tell."""
+    place = cache_dir().absolute()
+    try:
+        there = next(parent for parent in (place, *place.parents) if parent.exists())
+        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there):
+            return Finding("cache", True, f"{place} can be written")
+    except OSError as error:
+        lost = "the small model cannot be fetched, native ops and packed weights not be kept"
+        return Finding(
+            "cache", False, f"{place} cannot be written: {error.strerror}; {lost}; KVFERRY_CACHE names another"
+        )
 
 
 def model_cache() -> Finding:

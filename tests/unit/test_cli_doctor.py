@@ -15,7 +15,17 @@ def test_everything_is_looked_at(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     subjects = {finding["what"] for finding in found}
-    assert {"python", "device cpu", "compiler", "cores", "memory", "zeromq", "port 1025", "small model"} <= subjects
+    assert {
+        "python",
+        "device cpu",
+        "compiler",
+        "cores",
+        "memory",
+        "zeromq",
+        "port 1025",
+        "cache",
+        "small model",
+    } <= subjects
     assert all(finding["detail"] for finding in found)
 
 
@@ -30,7 +40,9 @@ def test_people_get_one_line_a_subject(capsys):
 def test_only_an_accelerator_that_is_in_the_machine_is_missed(tmp_path: Path):
     absent = {finding.what: finding for finding in findings.devices(tmp_path)}
     assert all(finding.ok for finding in absent.values())
-    assert absent["device cuda"].detail.startswith("none in this machine; ")
+    assert absent["device npu"].detail == f"none in this machine: no {tmp_path}/davinci[0-9]*"
+    assert "pip install" not in absent["device npu"].detail
+    assert absent["device cuda"].detail.startswith("none in this machine: no ")
     (tmp_path / "davinci0").touch()
     (tmp_path / "nvidia0").touch()
     here = {finding.what: finding.ok for finding in findings.devices(tmp_path)}
@@ -56,6 +68,24 @@ def test_cpu_features_are_read(tmp_path: Path):
     assert "no bfloat16 instructions" in findings.cpu_features(tmp_path / "old").detail
     assert findings.cpu_features(tmp_path / "new").detail == "avx2, avx512f, avx512_bf16"
     assert findings.cpu_features(tmp_path / "none").ok
+
+
+@pytest.mark.parametrize("cache", ["/proc/x", "/proc/x/y", "{file}/x", "{file}"])
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch, cache: str):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("KVFERRY_CACHE", cache.format(file=file))
+    finding = findings.cache()
+    assert not finding.ok
+    assert "cannot be written: " in finding.detail
+    assert "KVFERRY_CACHE" in finding.detail
+
+
+def test_looking_at_the_cache_leaves_nothing_there(tmp_path: Path, monkeypatch):
+    for place in (tmp_path, tmp_path / "not" / "yet"):
+        monkeypatch.setenv("KVFERRY_CACHE", str(place))
+        assert findings.cache() == findings.Finding("cache", True, f"{place} can be written")
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: Path, monkeypatch):
