@@ -1,11 +1,16 @@
 """Where a server is that a command asks, and whose fault it is when that one refuses. Reads texts; asks nobody."""
 
 import os
+import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from common.errors import ConfigError, KvferryError, RequestInvalidError
 
+_ANSWERS_IN_CLEAR = frozenset(
+    ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
+)
+"""What OpenSSL calls it, in one version or another, where a line of HTTP comes in place of a TLS record."""
 _INVALID_STATUSES = frozenset((400, 404, 405, 413, 422))
 
 
@@ -43,10 +48,26 @@ def parse_url(url: str) -> Target:
 
 
 def why_unreachable(error: OSError) -> str:
-    """In the system's own words: event loops put addresses and numbers of their own into theirs."""
+    """In the system's own words: event loops put addresses and numbers of their own into theirs, TLS its source's."""
+    if _speaks_no_tls(error):
+        return "this server speaks http, not https"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {(error.reason or 'no reason given').replace('_', ' ').lower()}"
     if isinstance(error, ConnectionError) and error.errno:
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__
+
+
+def unreachable(url: str, error: OSError) -> KvferryError:
+    """The error for a server that could not be spoken to: ConfigError where its URL is at fault."""
+    kind = ConfigError if _speaks_no_tls(error) else KvferryError
+    return kind(f"{url}: {why_unreachable(error)}")
+
+
+def _speaks_no_tls(error: OSError) -> bool:
+    return isinstance(error, ssl.SSLError) and error.reason in _ANSWERS_IN_CLEAR
 
 
 def refusal(status: int, text: str) -> KvferryError:

@@ -1,11 +1,12 @@
 """`kvferry infer`: one request to a running router, by token ids or by text."""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigError
+from common.errors import ConfigError, KvferryError, RequestInvalidError
 from ops import model_store
 from ops.cli.errors import DONE
 from ops.cli.sampling import Parameters, add_sampling_options, sampling_parameters
@@ -134,13 +135,28 @@ def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
         path = model_store.model_path()
     if path is None:
         if args.text is not None:
-            raise ConfigError(f"--text needs the tokenizer of model {args.model}: --tokenizer PATH")
+            raise _tokenizer_needed(args)
         return None
     if not path.exists():
         raise ConfigError(f"--tokenizer: {path} is not there")
     from common.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
+
+
+def _tokenizer_needed(args: argparse.Namespace) -> KvferryError:
+    """How to get one; or, where the server has no such model, that."""
+    from ops.cli.token_client import TokenClient
+
+    with contextlib.suppress(KvferryError), TokenClient(args.url, args.model) as client:
+        try:
+            client.demand_model()
+        except RequestInvalidError as error:
+            return error
+    way = "--tokenizer PATH names a HuggingFace directory or a GGUF file of it"
+    if args.model == model_store.MODEL_NAME:
+        way = "`make model`, or python -m ops.model_store, fetches that model; or --tokenizer PATH"
+    return ConfigError(f"--text needs the tokenizer of model {args.model}: {way}")
 
 
 def _prompt(args: argparse.Namespace, tokenizer: "Tokenizer | None") -> list[int]:

@@ -10,7 +10,8 @@ import orjson
 
 from common.errors import ConfigError, KvferryError
 from ops.cli.sampling import Parameters
-from ops.target import parse_url, refusal, why_unreachable
+from ops.counted import counted
+from ops.target import parse_url, refusal, unreachable
 
 _DATA = "data:"
 _LONGEST_S = 3600.0
@@ -40,7 +41,8 @@ class TokenClient:
         target = parse_url(url)
         self._url = url
         try:
-            self._path = httpx.URL(f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}/infer")
+            self._model_path = httpx.URL(f"{url.rstrip('/')}/v2/models/{quote(model, safe='')}")
+            self._path = httpx.URL(f"{self._model_path}/infer")
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url: {url}: {error}") from None
         # A proxy from the environment is for the world, not for this machine.
@@ -52,6 +54,16 @@ class TokenClient:
 
     def __exit__(self, *exc: object) -> None:
         self._http.close()
+
+    def demand_model(self) -> None:
+        """RequestInvalidError, in the server's words, when it does not know the model; KvferryError when it cannot be
+        asked. Whether the model can be served now is another question."""
+        try:
+            response = self._http.get(self._model_path, timeout=_CONNECT_S)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._url, error) from error
+        if response.status_code == httpx.codes.NOT_FOUND:
+            _demand_ok(response)
 
     def infer(self, prompt: Sequence[int], parameters: Parameters) -> TokenAnswer:
         """The whole answer at once. KvferryError when the router refuses or cannot be reached; RequestInvalidError
@@ -88,7 +100,7 @@ def _read_stream(
     first = last = None
     for event in events:
         if "error" in event:
-            raise KvferryError(f"after {len(token_ids)} tokens: {event.get('error_type')}: {event['error']}")
+            raise KvferryError(f"after {counted(len(token_ids), 'token')}: {event.get('error_type')}: {event['error']}")
         new = _integers(event.get("token_ids", []))
         if new:
             if event.get("index") != len(token_ids):
@@ -99,7 +111,7 @@ def _read_stream(
             on_tokens(new)
         if "finish_reason" in event:
             return _answer(event, token_ids, time.monotonic() - sent, first, last)
-    raise KvferryError(f"the stream ended after {len(token_ids)} tokens without saying why")
+    raise KvferryError(f"the stream ended after {counted(len(token_ids), 'token')} without saying why")
 
 
 def _answer(
@@ -165,4 +177,4 @@ def _unreachable(url: str, error: httpx.HTTPError) -> KvferryError:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__  # the pool in between drops the first
-    return KvferryError(f"{url}: {why_unreachable(cause) if cause else error or type(error).__name__}")
+    return unreachable(url, cause) if cause else KvferryError(f"{url}: {error or type(error).__name__}")

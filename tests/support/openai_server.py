@@ -29,6 +29,8 @@ class Peer:
     """Events after which the connection is dropped."""
     fails_from: int | None = None
     """Requests from this one on are answered with 503."""
+    says_unavailable: bool = False
+    """Another server's answer: 503 to what is asked of a model."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -73,11 +75,18 @@ class _Completions:
         yield b"data: [DONE]\n\n"
 
 
+class _Unavailable:
+    async def on_get(self, req: Request, resp: Response) -> None:
+        resp.status, resp.media = 503, {"error": "no node has told of itself yet"}
+
+
 @contextlib.contextmanager
 def openai_server(peer: Peer) -> Iterator[Peer]:
     """The server in a thread of its own; sets `peer.url`."""
     app = App()
     app.add_route("/v1/completions", _Completions(peer))
+    if peer.says_unavailable:
+        app.add_route("/v2/models/m/config", _Unavailable())
     config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     started = threading.Event()

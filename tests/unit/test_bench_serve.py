@@ -98,6 +98,7 @@ def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
         (Peer(fails_from=0), 1, "/v1/completions: 503 too busy"),
         (Peer(fails_from=2), 1, "all 6 requests failed, the first: 503 too busy"),
         (Peer(refuses=("prompt",)), 2, "422 unknown field prompt"),
+        (Peer(says_unavailable=True), 1, "/v2/models/m/config: 503 no node has told of itself yet"),
         (Peer(breaks_after=2), 1, "the connection ended before the answer did"),
     ],
 )
@@ -111,6 +112,12 @@ def test_a_server_that_cannot_be_measured_is_one_line(
     (line,) = err.splitlines()
     assert line.startswith("kvferry bench serve: error: ")
     assert said in line
+
+
+def test_https_to_a_server_without_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with openai_server(Peer()) as peer:
+        assert bench(peer.url.replace("http", "https")) == 2
+    assert ": this server speaks http, not https" in capsys.readouterr().err
 
 
 def test_a_request_that_takes_too_long_is_a_timeout(capsys: pytest.CaptureFixture[str]) -> None:

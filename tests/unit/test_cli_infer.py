@@ -41,6 +41,8 @@ class Router:
 
     def __init__(self) -> None:
         self.status = 200
+        self.model_status = 200
+        """Of `GET /v2/models/{model}`."""
         self.unary = json.dumps({"id": "1", "outputs": [{"name": "output0", "shape": [1, 2], "data": [5, 6]}]}).encode()
         self.stream = STREAM
         self.url = ""
@@ -51,12 +53,18 @@ class Router:
         router = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._answer(router.model_status, router.unary)
+
             def do_POST(self) -> None:
                 router.path = self.path
                 router.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 streams = "text/event-stream" in self.headers.get("Accept", "") and router.status == 200
                 answer = router.stream if streams else router.unary
-                self.send_response(router.status)
+                self._answer(router.status, answer)
+
+            def _answer(self, status: int, answer: bytes) -> None:
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
@@ -153,7 +161,7 @@ def test_a_refusal_is_told_in_the_routers_words(router: Router, capsys, mode):
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        (events({"id": "1", "index": 0, "token_ids": [5]}), "ended after 1 tokens without saying why"),
+        (events({"id": "1", "index": 0, "token_ids": [5]}), "ended after 1 token without saying why"),
         (events({"id": "1", "index": 1, "token_ids": [5]}), "went from index 0 to 1"),
         (events({"error": "lost", "error_type": "Incomplete Generation", "finish_reason": "error"}), "after 0 tokens"),
         (events({"id": "1", "index": 0, "token_ids": ["5"]}), "something else than token ids"),
@@ -197,11 +205,35 @@ def test_only_the_small_model_has_a_tokenizer_by_default(router: Router, capsys,
         file.truncate(model_store.GGUF_BYTES)
     assert main(["infer", "--url", router.url, "--model", "llama", "--text", "hi"]) == 2
     assert capsys.readouterr().err == (
-        "kvferry infer: error: --text needs the tokenizer of model llama: --tokenizer PATH\n"
+        "kvferry infer: error: --text needs the tokenizer of model llama: "
+        "--tokenizer PATH names a HuggingFace directory or a GGUF file of it\n"
     )
     assert main(["infer", "--url", router.url, "--model", model_store.MODEL_NAME, "--text", "hi"]) == 2
     assert str(path) in capsys.readouterr().err, "its tokenizer is taken; here it is damaged"
     assert router.body == {}
+
+
+def test_text_for_the_small_model_says_how_to_get_its_tokenizer(router: Router, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    for url in (router.url, "http://127.0.0.1:1"):
+        assert main(["infer", "--url", url, "--model", model_store.MODEL_NAME, "--text", "hi"]) == 2
+        assert "`make model`, or python -m ops.model_store, fetches that model" in capsys.readouterr().err
+
+
+def test_text_for_a_model_that_the_server_does_not_know_says_that(router: Router, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    router.model_status, router.unary = 404, b'{"error": "known models: m", "error_type": "NotFoundError"}'
+    assert main(["infer", "--url", router.url, "--model", "llama", "--text", "hi"]) == 2
+    assert capsys.readouterr().err == "kvferry infer: error: 404 NotFoundError: known models: m\n"
+    router.model_status = 503
+    assert main(["infer", "--url", router.url, "--model", "llama", "--text", "hi"]) == 2
+    assert "--tokenizer PATH" in capsys.readouterr().err
+
+
+def test_https_to_a_server_without_it_is_told(router: Router, capsys):
+    url = router.url.replace("http", "https")
+    assert main(["infer", "--url", url, "--model", "m", "--tokens", "1"]) == 2
+    assert capsys.readouterr().err == f"kvferry infer: error: {url}: this server speaks http, not https\n"
 
 
 @pytest.mark.parametrize(("option", "words"), [("--text", "--text: it is empty"), ("--tokens", "--tokens: expected")])

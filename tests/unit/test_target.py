@@ -1,9 +1,11 @@
 """URLs of servers as a user types them, and whose fault a refusal is."""
 
+import ssl
+
 import pytest
 
 from common.errors import ConfigError, RequestInvalidError
-from ops.target import Target, parse_url, refusal
+from ops.target import Target, parse_url, refusal, why_unreachable
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,14 @@ def test_what_is_no_url(url: str):
 )
 def test_whose_fault_a_refusal_is(status: int, is_invalid: bool):
     assert isinstance(refusal(status, "text"), RequestInvalidError) == is_invalid
+
+
+def test_words_of_tls_are_not_those_of_its_source():
+    untrusted = ssl.SSLCertVerificationError(
+        1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed (_ssl.c:1006)"
+    )
+    untrusted.reason, untrusted.verify_message = "CERTIFICATE_VERIFY_FAILED", "self-signed certificate"
+    assert why_unreachable(untrusted) == "its certificate is not trusted: self-signed certificate"
+    other = ssl.SSLError(1, "[SSL: TLSV1_ALERT_INTERNAL_ERROR] tlsv1 alert internal error (_ssl.c:1006)")
+    other.reason = "TLSV1_ALERT_INTERNAL_ERROR"
+    assert why_unreachable(other) == "TLS failed: tlsv1 alert internal error"

@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 import orjson
 
+from ops.counted import counted
+
 CountedBy = Literal["ids", "usage", "events"]
 
 
@@ -73,7 +75,7 @@ class InferDialect:
         if not isinstance(ids, list):
             raise EventError("garbage", f"an event without token_ids: {data[:80]!r}")
         if event.get("index") != progress.tokens:
-            raise EventError("wrong_index", f"index {event.get('index')} after {progress.tokens} tokens")
+            raise EventError("wrong_index", f"index {event.get('index')} after {counted(progress.tokens, 'token')}")
         progress.tokens += len(ids)
         progress.finished = "finish_reason" in event
         return len(ids)

@@ -8,6 +8,7 @@ import orjson
 from ops.bench.serve.connection import Connection, CutOffError
 from ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
 from ops.bench.serve.response import EventSplitter, MalformedAnswerError
+from ops.counted import counted
 from ops.target import Target, why_unreachable
 
 _OK = 200
@@ -91,14 +92,16 @@ class Requester:
         stream = _Stream(self._dialect, outcome)
         status = await connection.ask("POST", self._dialect.path, body, "text/event-stream", stream.on_body)
         if status != _OK:
-            raise EventError(f"http_{status}", f"{status} {_said(stream.raw)}")
+            raise EventError(f"http_{status}", f"{status} {words_of(stream.raw)}")
         if stream.error is not None:
             raise stream.error
         progress = stream.progress
         outcome.counted_by = progress.counted_by
         outcome.tokens = progress.tokens if progress.total is None else progress.total
         if not progress.finished:
-            raise EventError("cut_off", f"the stream ended after {progress.tokens} tokens without saying why")
+            raise EventError(
+                "cut_off", f"the stream ended after {counted(progress.tokens, 'token')} without saying why"
+            )
 
 
 class _Stream:
@@ -132,7 +135,7 @@ def _fail(outcome: Outcome, kind: str, detail: str) -> None:
     outcome.error, outcome.detail = kind, detail
 
 
-def _said(body: bytes) -> str:
+def words_of(body: bytes) -> str:
     """The server's own words out of an error's body."""
     try:
         fields = orjson.loads(body)

@@ -16,14 +16,15 @@ from ops.bench.serve.connection import Connection, CutOffError
 from ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
 from ops.bench.serve.load import Load, OnEnd, prompts, run_load
 from ops.bench.serve.report import Frame, ServeReport, make_report
-from ops.bench.serve.request import Requester
+from ops.bench.serve.request import Requester, words_of
 from ops.bench.serve.response import MalformedAnswerError
-from ops.target import Target, parse_url, refusal, why_unreachable
+from ops.counted import counted
+from ops.target import Target, parse_url, refusal, unreachable
 
 Api = Literal["auto", "infer", "openai"]
 
 _ASK_S = 10.0
-_OK, _BAD_REQUEST, _NOT_FOUND, _UNPROCESSABLE = 200, 400, 404, 422
+_OK, _BAD_REQUEST, _NOT_FOUND, _UNPROCESSABLE, _UNAVAILABLE = 200, 400, 404, 422, 503
 _HTTP = "http_"
 """How an outcome begins that is a status."""
 _LONGEST_SERVER_TIMEOUT_S = 3600
@@ -68,7 +69,8 @@ async def measure(bench: ServeBench, on_end: OnEnd) -> ServeReport:
     finally:
         requester.close()
     if all(outcome.error for outcome in outcomes):
-        raise KvferryError(f"all {len(outcomes)} requests failed, the first: {outcomes[0].detail}")
+        all_of_them = f"all {counted(len(outcomes), 'request')}"
+        raise KvferryError(f"{all_of_them} failed, the first: {outcomes[0].detail}")
     # The request that found out what the server speaks was one of the warm-up.
     frame = Frame(bench.url, bench.model, api, bench.warmup + 1, cpu)
     return make_report(frame, load, outcomes)
@@ -111,6 +113,8 @@ async def _vocab_size(target: Target, bench: ServeBench) -> int | None:
     """As `/v2/models/{model}/config` says; None when there is no such model behind this API."""
     path = InferDialect(bench.model, 1).path.removesuffix("/infer") + "/config"
     status, body = await _get(target, path, bench.url)
+    if status == _UNAVAILABLE:
+        raise KvferryError(f"{bench.url.rstrip('/')}{path}: {status} {words_of(body)}")
     if status != _OK:
         return None
     try:
@@ -134,7 +138,7 @@ async def _get(target: Target, path: str, url: str) -> tuple[int, bytes]:
     except MalformedAnswerError as error:
         raise KvferryError(f"{url}: {error}") from None
     except OSError as error:
-        raise KvferryError(f"{url}: {why_unreachable(error)}") from None
+        raise unreachable(url, error) from None
     finally:
         if connection is not None:
             connection.close()
