@@ -13,7 +13,9 @@ def read_json(path: Path) -> dict[str, object]:
         value = orjson.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelLoadError(f"{path.name} is missing in {path.parent}") from None
-    except (OSError, orjson.JSONDecodeError) as error:
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    except orjson.JSONDecodeError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} holds no JSON object")

@@ -49,7 +49,9 @@ def read_gguf_header(path: Path) -> GgufHeader:
                 raise ModelLoadError(f"{path} is no GGUF file; a model is one, or a HuggingFace directory")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Cursor(data).header()
-    except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, struct.error, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path} cannot be read as GGUF: {error}") from error
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from ops.counted import counted
+
 
 class Machine(msgspec.Struct, frozen=True):
     """The machine's limits, measured in the same run."""
@@ -56,7 +58,7 @@ def table(report: EngineReport) -> Iterator[str]:
     """Lines for people."""
     weights = "" if report.quantization == "none" else f"weights {report.quantization}  "
     ranks = f"  over {report.ranks} ranks" if report.ranks > 1 else ""
-    yield f"{report.model}  {report.dtype}  {weights}{report.threads} threads{ranks}  {report.ops}"
+    yield f"{report.model}  {report.dtype}  {weights}{counted(report.threads, 'thread')}{ranks}  {report.ops}"
     machine = report.machine
     yield f"machine    reads {machine.read_gb_s:.1f} GB/s, multiplies {machine.matmul_gflop_s:.0f} GFLOP/s"
     for kind, unit, rates in (("prefill", "tokens", report.prefill), ("decode", "at once", report.decode)):

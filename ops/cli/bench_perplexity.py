@@ -47,13 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from common.device.select import select_device
     from common.tokenizer import load_tokenizer
     from ops.bench.perplexity import run_perplexity, table
+    from ops.counted import counted
     from ops.model_choice import option_model
 
     path = option_model(args.model)
     text = args.text or DEFAULT_TEXT
     ids = load_tokenizer(path).encode(_read(text))[: args.tokens]
     if len(ids) < _LEAST_TOKENS:
-        raise ConfigError(f"--text: {text} has {len(ids)} tokens, at least {_LEAST_TOKENS} are needed")
+        raise ConfigError(f"--text: {text} has {counted(len(ids), 'token')}, at least {_LEAST_TOKENS} are needed")
     device = select_device("cpu", threads)
     dtype = None if args.dtype == "auto" else args.dtype
     report = run_perplexity(path, device, dtype, (text.name, ids), args.window, sys.stderr.isatty())
@@ -64,5 +65,7 @@ def run(args: argparse.Namespace) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text: {path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--text: {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text: {path} is no text in UTF-8: byte {error.start} begins no character") from None

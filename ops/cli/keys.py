@@ -59,7 +59,7 @@ def run_new(args: argparse.Namespace) -> int:
             secret_file, public_file = files[name]
             _write(secret_file, key_line("secret", secret), 0o600)
             _write(public_file, key_line("public", public), 0o644)
-            print(f"{secret_file}  keep it on the hosts of this {role} alone")
+            print(f"{secret_file}  keep it secret, and only on hosts whose {role}s use it")
             print(f"{public_file}  goes to the {_ALLOWED} directory of every host")
     except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
         raise ConfigError(f"DIR: {error.filename}: {error.strerror}") from None

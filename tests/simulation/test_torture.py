@@ -69,6 +69,7 @@ def test_a_failed_seed_is_kept_and_the_others_go_on():
     assert f"{len(tally.failed)} of them failed" in text
     assert tally.failed[0].replay in text
     assert "| restart at the same address |" in text
+    assert not any(line != line.rstrip() for line in text.splitlines()), "a sentence goes on in its line"
 
 
 def test_one_failure_of_each_kind_is_shrunk(tmp_path, capsys):

@@ -17,8 +17,8 @@ def _lines(ledger: Ledger, command: str) -> Iterator[str]:
     wrong = f"{len(tally.failed)} of them failed" if tally.failed else "none of them failed"
     yield f"# Torture: {tally.schedules} schedules, {wrong}\n"
     yield f"`{command}`, code {ledger.code}, seeds {', '.join(f'{first}:{end}' for first, end in ledger.done)}.\n"
-    yield f"{ledger.wall_s:.0f} s, {_a_minute(tally.schedules, ledger.wall_s)} a minute; "
-    yield f"{tally.cpu_s:.0f} s of CPU time, {_a_minute(tally.schedules, tally.cpu_s)} a minute of it.\n"
+    wall = f"{ledger.wall_s:.0f} s, {_a_minute(tally.schedules, ledger.wall_s)} a minute"
+    yield f"{wall}; {tally.cpu_s:.0f} s of CPU time, {_a_minute(tally.schedules, tally.cpu_s)} a minute of it.\n"
     quiet = {what: count for what, count in tally.ends.items() if what.startswith("quiet")}
     ends = {what: count for what, count in tally.ends.items() if what not in quiet}
     yield from _table("profile", tally.profiles)

@@ -17,7 +17,7 @@ def test_new_keys_work_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture
     out = capsys.readouterr().out
     for role in ("node", "router"):
         secret = folder / f"{role}.secret"
-        assert str(secret) in out
+        assert f"{secret}  keep it secret, and only on hosts whose {role}s use it\n" in out
         assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     config = SecurityConfig(
         allowed_keys=str(folder / "allowed"),

@@ -82,8 +82,11 @@ def test_perplexity_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytes
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     for words, said in (
         (["--model", str(tmp_path / "none")], "none is not there"),
-        (["--text", str(tmp_path / "none")], f"--text: {tmp_path / 'none'}"),
-        (["--text", str(tmp_path / "latin")], f"--text: {tmp_path / 'latin'}"),
+        (["--text", str(tmp_path / "none")], f"error: --text: {tmp_path / 'none'}: No such file or directory\n"),
+        (
+            ["--text", str(tmp_path / "latin")],
+            f"{tmp_path / 'latin'} is no text in UTF-8: byte 0 begins no character\n",
+        ),
     ):
         assert main(["bench", "perplexity", *words]) != 0
         assert said in capsys.readouterr().err

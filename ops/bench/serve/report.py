@@ -11,6 +11,7 @@ import msgspec
 
 from ops.bench.serve.load import Load
 from ops.bench.serve.request import Outcome
+from ops.counted import counted
 
 _MS = 1000.0
 
@@ -156,12 +157,13 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 def table(report: ServeReport) -> Iterator[str]:
     """Lines for people."""
     how = f"{report.concurrency} at once" if report.concurrency is not None else f"{report.rate:g} requests/s, Poisson"
-    yield f"{report.model} at {report.url} ({report.api}): {report.input_len} tokens in, {report.output_len} out, {how}"
+    sizes = f"{counted(report.input_len, 'token')} in, {report.output_len} out"
+    yield f"{report.model} at {report.url} ({report.api}): {sizes}, {how}"
     yield f"requests  {report.completed} whole, {report.failed} failed in {report.duration_s:.2f} s"
     for kind, count in report.errors.items():
         yield f"          {count} {kind}"
     if report.short:
-        yield f"          {report.short} ended before {report.output_len} tokens"
+        yield f"          {report.short} ended before {counted(report.output_len, 'token')}"
     yield f"output    {report.output_tok_s:.1f} tokens/s, {report.request_s:.2f} requests/s"
     yield f"{'ms':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
     rows = {
@@ -176,7 +178,7 @@ def table(report: ServeReport) -> Iterator[str]:
             values = (times.mean, times.p50, times.p90, times.p99, times.max)
             yield f"{name:<22}" + "".join(f"{value:>10.1f}" for value in values)
     if report.first_gap_hidden:
-        yield f"{report.first_gap_hidden} requests: first and second token came together"
+        yield f"{counted(report.first_gap_hidden, 'request')}: first and second token came together"
     if report.tokens_counted_by not in ("ids", ""):
         yield f"tokens counted by {report.tokens_counted_by}; {report.tokens_per_arrival:g} an arrival"
     yield f"client    {report.client.cpu_share:.0%} of a core, at most {report.client.late_ms_max:.1f} ms late"
