@@ -23,14 +23,25 @@ def option_model(text: str | None) -> Path:
     return path
 
 
+def served_name(config: ClusterConfig) -> str:
+    """What the configured model is called in URLs: the same for router and nodes, whether its files are here or not."""
+    if config.model.name or not config.model.path:
+        return config.model.name or model_store.MODEL_NAME
+    return model_name(_with(config, path=str(_absolute(config.model.path))))
+
+
 def with_model(config: ClusterConfig) -> ClusterConfig:
     """The configuration with model.path and model.name filled in. Fetches the small model if it is the one and not
     there. ConfigError when the path is not there."""
-    name = model_name(config)
-    if config.model.path:
-        path = Path(config.model.path).expanduser().absolute()
-    else:
-        path, name = model_store.ensure_model(), name or model_store.MODEL_NAME
+    path = _absolute(config.model.path) if config.model.path else model_store.ensure_model()
     if not path.exists():
         raise ConfigError(f"model.path: {path} is not there")
-    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(path), name=name))
+    return _with(config, path=str(path), name=served_name(config))
+
+
+def _absolute(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _with(config: ClusterConfig, **changes: str) -> ClusterConfig:
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **changes))

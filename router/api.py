@@ -107,7 +107,8 @@ class TokenService(Protocol):
     """What stands behind the HTTP layer."""
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that a node told of at any time; None: 404. UnavailableError (503): configured, not told of yet."""
+        """A model that a node told of at any time; None: 404. UnavailableError (503): configured, not told of yet, or
+        no node told of any model yet."""
         ...
 
     def models(self) -> tuple[ModelInfo, ...]:

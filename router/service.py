@@ -153,10 +153,13 @@ class RouterService:
     # -- what the HTTP layer asks
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that was ever known; None: 404. UnavailableError: a configured one that no node told of yet."""
+        """A model that was ever known; None: 404. UnavailableError: no node told of it yet, and it is a configured one,
+        or no node told of any."""
         found = self._core.models.get(name)
         if found is None and name in self._settings.configured_models:
             raise UnavailableError(f"no node serves the model {name} yet")
+        if not self._core.models:
+            raise UnavailableError("no node has told of itself yet")
         return found
 
     def models(self) -> tuple[ModelInfo, ...]:

@@ -103,6 +103,8 @@ class NodeShell:
         self.staging_place = ""
         self.malformed = 0
         """Messages dropped since they broke the protocol."""
+        self.computes_on = False
+        """After `run`: the engine's thread did not end in time. Whoever ends the process must not wait for it."""
 
     # -- from other threads
 
@@ -167,7 +169,7 @@ class NodeShell:
 
     def _close(self) -> None:
         failed = self._exit is None or self._exit.code != 0
-        self._engine.stop(FAILED_ENGINE_STOP_S if failed else ENGINE_STOP_S)
+        self.computes_on = not self._engine.stop(FAILED_ENGINE_STOP_S if failed else ENGINE_STOP_S)
         self._kv.close()
         self._links.close_all()
         self._loop.remove(self._wakeup)

@@ -62,7 +62,8 @@ class TransportContext:
         instead, descriptors do not grow later, as a leak's would."""
         one, other = (self.open_socket(zmq.PAIR, "the first large frame") for _ in range(2))
         try:
-            place = f"inproc://first-large-frame-{id(one)}"  # several nodes of one process start at once
+            # A new name each time: nodes of one process start at once, and ZeroMQ lets go of a name a little late.
+            place = f"inproc://first-large-frame-{os.urandom(8).hex()}"
             one.bind(place)
             other.connect(place)
             one.send(bytes(2 * zmq.COPY_THRESHOLD), copy=False)

@@ -15,6 +15,7 @@ from common.config.schema import ClusterConfig, DiscoveryConfig, Role
 from ops.launcher.core import ChildPlan, Stage
 from ops.launcher.process import ChildSpec
 from ops.launcher.restart_policy import RestartLimits
+from ops.model_choice import served_name
 
 CONFIG_ENV = "KVFERRY_CONFIG"
 """Environment variable that tells gunicorn's configuration and its workers where the cluster's file is."""
@@ -50,6 +51,15 @@ def serve_config(
         router=msgspec.structs.replace(config.router, port=port),
         discovery=_private_discovery(config.discovery, run_dir),
         timers=timers,
+    )
+
+
+def router_config(config: ClusterConfig, port: int) -> ClusterConfig:
+    """What the children of `kvferry router` run with. Its workers know the model's name before any node tells it."""
+    return msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, name=served_name(config)),
+        router=msgspec.structs.replace(config.router, port=port),
     )
 
 

@@ -7,8 +7,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
-
 from common.clock import MonotonicClock
 from common.config.checks import config_notes
 from common.config.docs import config_as_toml
@@ -17,7 +15,7 @@ from common.config.keys import KeyRole
 from common.config.schema import ClusterConfig
 from common.line_writer import STDERR_FD, STDOUT_FD, LineWriter
 from common.transport.security import load_security
-from ops.launcher.cluster import cluster_children, restart_limits, router_children, serve_config
+from ops.launcher.cluster import cluster_children, restart_limits, router_children, router_config, serve_config
 from ops.launcher.listen import Listener, listen
 from ops.launcher.process import ChildSpec, prefixed
 from ops.launcher.readiness import wait_until_answered
@@ -47,8 +45,8 @@ def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambd
 def serve_router(config: ClusterConfig) -> None:
     """This host's router workers and announcement proxy until they are stopped."""
     with _prepared(config, ("router",)) as (listener, run_dir):
-        router = msgspec.structs.replace(config.router, port=listener.port)
-        file = _write_config(msgspec.structs.replace(config, router=router), run_dir)
+        config = router_config(config, listener.port)
+        file = _write_config(config, run_dir)
         children = router_children(config, file, run_dir, listener.socket.fileno())
         _supervise(children, config, listener, "/v2/health/live", f"listening {listener.url}")
 

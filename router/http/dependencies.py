@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -37,6 +38,8 @@ class AppDependencies:
     new_seed: Callable[[], int] = new_seed
     server_name: str = "kvferry"
     version: str = ""
+    started_at: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""
     on_startup: Callable[[], Awaitable[None]] = _nothing
     """Awaited on the worker's own event loop before the first request; what it raises stops the worker."""
     on_shutdown: Callable[[], Awaitable[None]] = _nothing

@@ -10,7 +10,7 @@ from router.http.dependencies import AppDependencies
 from router.http.resources.health import LiveResource, ReadyResource
 from router.http.resources.infer import InferResource, InferStreamResource
 from router.http.resources.metrics import MetricsResource
-from router.http.resources.models import ModelConfigResource, ModelResource, ServerResource
+from router.http.resources.models import ModelConfigResource, ModelListResource, ModelResource, ServerResource
 
 _VERSIONS = re.compile(r"/v2/models/[^/]+/versions(/|$)")
 
@@ -25,6 +25,7 @@ def routes(deps: AppDependencies) -> tuple[tuple[str, object], ...]:
         ("/v2/models/{model}", ModelResource(deps)),
         ("/v2/models/{model}/config", ModelConfigResource(deps)),
         ("/v2/models/{model}/ready", ready),
+        ("/v1/models", ModelListResource(deps)),
         ("/v2/health/live", LiveResource()),
         ("/v2/health/ready", ready),
         ("/health", ready),

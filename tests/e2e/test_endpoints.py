@@ -20,6 +20,7 @@ def test_it_is_well(http: httpx.Client, path: str) -> None:
 
 def test_model_and_its_limits(http: httpx.Client) -> None:
     assert http.get("/v2/models/m").json()["name"] == "m"
+    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["m"]
     config = http.get("/v2/models/m/config").json()
     assert config["vocab_size"] == VOCAB_SIZE
     assert config["max_model_len"] == MAX_MODEL_LEN

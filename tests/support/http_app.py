@@ -50,6 +50,7 @@ class HttpApp:
     events: list[str] = field(default_factory=list)
     """What the lifespan did."""
     startup_error: Exception | None = None
+    started_at: int = 1
 
     def __post_init__(self) -> None:
         access, self.access = _logger("access")
@@ -67,6 +68,7 @@ class HttpApp:
                 new_request_id=self._new_request_id,
                 new_seed=lambda: 7,
                 version="1.2.3",
+                started_at=self.started_at,
                 on_startup=self._start,
                 on_shutdown=self._stop,
             )

@@ -44,7 +44,9 @@ class NodeWatch:
 
     def __init__(self, announcements: str, security: Security | None = None) -> None:
         self._context = TransportContext(security)
-        settings = ServiceSettings("watch", Timers(), Limits(), announcements=announcements)
+        # What is silent stays in sight: whether it is suspect is for the test to see, and a dead process refuses.
+        timers = Timers(dead_after_s=PATIENCE_S)
+        settings = ServiceSettings("watch", timers, Limits(), announcements=announcements)
         self._service = RouterService(settings, MonotonicClock(), self._context, logging.getLogger("tests.watch"))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="node-watch", daemon=True)

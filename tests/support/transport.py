@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,19 +66,21 @@ def num_fds() -> int:
     return len(list(folder.iterdir()))
 
 
-@contextmanager
-def nothing_left(*, threads: bool = False) -> Iterator[None]:
-    """No descriptor is left behind, nor a thread if that is asked for. Fewer than before is right too."""
-    fds, count = num_fds(), threading.active_count()
-    yield
-    wait_until(lambda: num_fds() <= fds and (not threads or threading.active_count() <= count))
-
-
+@cache
 def large_frame_sent() -> None:
     """As by the first KV mover of a process: pyzmq's thread for it stays, and is no leak of what comes after."""
     context = TransportContext()
     context.prepare_zero_copy()
     context.close()
+
+
+@contextmanager
+def nothing_left(*, threads: bool = False) -> Iterator[None]:
+    """No descriptor is left behind, nor a thread if that is asked for. Fewer than before is right too."""
+    large_frame_sent()
+    fds, count = num_fds(), threading.active_count()
+    yield
+    wait_until(lambda: num_fds() <= fds and (not threads or threading.active_count() <= count))
 
 
 @contextmanager

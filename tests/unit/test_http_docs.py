@@ -108,6 +108,12 @@ def test_the_answer_of_the_page_is_one():
     )
 
 
+def test_the_list_of_models_of_the_page_is_one():
+    made = testing.TestClient(HttpApp(started_at=1767225600).app).simulate_get("/v1/models")
+    (block,) = re.findall(r'^\{"object".*$', PAGE, flags=re.MULTILINE)
+    assert made.text == block
+
+
 def test_the_events_of_the_page_are_such():
     *tokens, end = _events(examples("## Events"))
     made = [tokens_event("42", TokensEvent(event["index"], tuple(event["token_ids"]))) for event in tokens]

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from falcon import testing
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.api import ServiceCounts
 from router.http.metrics import MULTIPROCESS_VARIABLE
-from tests.support.fake_service import Script
+from tests.support.fake_service import MODEL, Script
 from tests.support.http_app import HttpApp
 from tests.support.infer_cases import base, encode
 
@@ -46,6 +47,23 @@ def test_server_metadata():
     result = testing.TestClient(HttpApp().app).simulate_get("/v2")
     assert result.json.keys() == {"name", "version", "extensions"}
     assert (result.json["name"], result.json["version"]) == ("kvferry", "1.2.3")
+
+
+def test_the_list_of_models_is_openais():
+    http = HttpApp(started_at=7)
+    http.service.models_known["a"] = msgspec.structs.replace(MODEL, name="a")
+    result = testing.TestClient(http.app).simulate_get("/v1/models")
+    assert result.status_code == 200
+    data = [{"id": name, "object": "model", "created": 7, "owned_by": "kvferry"} for name in ("a", "m")]
+    assert result.json == {"object": "list", "data": data}
+
+
+def test_before_any_node_told_of_a_model_the_list_is_empty():
+    http = HttpApp()
+    http.service.models_known.clear()
+    result = testing.TestClient(http.app).simulate_get("/v1/models")
+    assert (result.status_code, result.json) == (200, {"object": "list", "data": []})
+    assert testing.TestClient(http.app).simulate_get("/v1/models/m").status_code == 404
 
 
 def test_model_metadata():

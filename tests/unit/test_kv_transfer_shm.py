@@ -19,7 +19,7 @@ from common.kv_transfer.zmq_backend import ZmqKvMover
 from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, SessionClosed
 from common.transport.context import TransportContext
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
-from tests.support.transport import DEADLINE_S, large_frame_sent, nothing_left, transport_context, wait_until
+from tests.support.transport import DEADLINE_S, nothing_left, transport_context, wait_until
 
 OWNER, WRITER, OTHER = (Incarnation(digit * 32) for digit in "123")
 SLOT_BYTES = 4096
@@ -29,7 +29,6 @@ TABLE = (3, 1, 6)
 
 @pytest.fixture(autouse=True)
 def _no_descriptor_stays() -> Iterator[None]:
-    large_frame_sent()
     with nothing_left():
         yield
 

@@ -11,7 +11,15 @@ from common.config.docs import config_as_toml
 from common.config.host import HostFacts
 from common.config.load import load_config
 from common.config.schema import ClusterConfig
-from ops.launcher.cluster import CONFIG_ENV, cluster_children, restart_limits, router_children, serve_config
+from ops import model_store
+from ops.launcher.cluster import (
+    CONFIG_ENV,
+    cluster_children,
+    restart_limits,
+    router_children,
+    router_config,
+    serve_config,
+)
 from ops.launcher.core import Stage
 from tests.unit.test_config_checks import load_set
 
@@ -30,6 +38,19 @@ def test_all_open_choices_are_made_for_the_children():
     assert config.discovery.announce_to == (config.discovery.proxy_nodes,)
     assert config.discovery.proxy_nodes == f"ipc://{RUN_DIR}/announce"
     assert config.discovery.proxy_workers == f"ipc://{RUN_DIR}/members"
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (("model.path=/nowhere/a.gguf",), "a"),
+        (("model.path=/nowhere/a.gguf", "model.name=b"), "b"),
+        ((), model_store.MODEL_NAME),
+    ],
+)
+def test_a_router_by_itself_knows_the_models_name_though_its_files_are_elsewhere(settings: tuple[str, ...], name: str):
+    config = router_config(load_set(*settings), 1234)
+    assert (config.model.name, config.router.port) == (name, 1234)
 
 
 def test_nodes_share_the_memory_that_their_caches_leave():

@@ -9,7 +9,7 @@ import pytest
 from common.cache import cache_dir
 from common.errors import ConfigError, KvferryError
 from ops import model_store
-from ops.model_choice import with_model
+from ops.model_choice import served_name, with_model
 from tests.unit.test_config_checks import load_set
 
 CONTENT = b"GGUF" + bytes(range(256)) * 50
@@ -105,5 +105,6 @@ def test_no_model_means_the_small_one(tmp_path: Path, monkeypatch):
     with path.open("wb") as file:
         file.truncate(model_store.GGUF_BYTES)
     assert with_model(load_set()).model.name == model_store.MODEL_NAME
+    assert served_name(load_set()) == model_store.MODEL_NAME
     named = with_model(load_set("model.name=m"))
     assert (named.model.name, named.model.path) == ("m", str(path))

@@ -27,10 +27,13 @@ from common.transport.poll_loop import PollLoop
 from common.transport.probe import ProbeResult, probe
 from common.transport.security import Security
 from common.transport.zap import TOLD_MAX, ZapHandler
+from tests.support.eventually import PATIENCE_S
 from tests.support.keys import KeyRing
 from tests.support.transport import bind_again, closing, ipc_endpoint, opened, take_one, transport_context, wait_until
 
-FAST = SocketOptions(reconnect_min_s=0.01, reconnect_max_s=0.02, heartbeat_s=0.05, heartbeat_timeout_s=0.5)
+FAST = SocketOptions(reconnect_min_s=0.01, reconnect_max_s=0.02, heartbeat_s=0.05, heartbeat_timeout_s=PATIENCE_S)
+HASTY = replace(FAST, heartbeat_timeout_s=0.5)
+"""For who is not let in: ZeroMQ ends a handshake that is refused when its time is over, and tries again."""
 FAST_TIMERS = Timers(reconnect_min_s=0.01, reconnect_max_s=0.02)
 TCP = "tcp://127.0.0.1:*"
 
@@ -61,10 +64,13 @@ class Peers:
         self.node = NodeSocket(self.context, self.options)
         bind_again(self.node, self.bound)
 
-    def client(self, security: Security | None, endpoint: str = "") -> tuple[LinkSocket, LinkMonitor, Incarnation]:
+    def client(
+        self, security: Security | None, endpoint: str = "", *, hasty: bool = False
+    ) -> tuple[LinkSocket, LinkMonitor, Incarnation]:
         context = opened(self._stack, security)
         own = new_incarnation()
-        link = LinkSocket(context, own, self.options)
+        timeout_s = (HASTY if hasty else self.options).heartbeat_timeout_s
+        link = LinkSocket(context, own, replace(self.options, heartbeat_timeout_s=timeout_s))
         monitor = LinkMonitor(context, link)
         link.open()
         monitor.open()
@@ -134,7 +140,7 @@ def test_an_unlisted_key_is_refused_until_it_is_listed(keys: KeyRing, endpoint: 
     keys.forbid("late")
     with peers(keys.security("node")) as p, caplog.at_level(logging.WARNING, "kvferry.security"):
         p.bind(endpoint)
-        client = p.client(late)
+        client = p.client(late, hasty=True)
         is_refused(client, times=5)
         p.meets(p.client(keys.security("router")))
         told = [record.getMessage() for record in caplog.records]
@@ -148,7 +154,7 @@ def test_a_key_that_is_taken_out_does_not_come_back(keys: KeyRing):
     keys.add("old", "node")
     with peers(keys.security("node")) as p:
         p.bind(TCP)
-        client = p.client(keys.security("node", "old"))
+        client = p.client(keys.security("node", "old"), hasty=True)
         p.meets(client)
         keys.forbid("old")
         p.rebind()
@@ -163,9 +169,9 @@ def test_a_stranger_gets_nothing_in(keys: KeyRing, wrong: str):
         bound = p.bind(TCP)
         if wrong == "server key":
             impostor = keys.add("impostor", "node")
-            is_refused(p.client(keys.security("node"), with_key(bound, impostor.hex)))
+            is_refused(p.client(keys.security("node"), with_key(bound, impostor.hex), hasty=True))
         elif wrong == "role":  # a router's key moves no KV
-            is_refused(p.client(keys.security("router")))
+            is_refused(p.client(keys.security("router"), hasty=True))
         else:
             link, monitor, _ = p.client(None, bound.partition("?")[0])
             link.send([b"let me in"])
@@ -191,7 +197,7 @@ def test_without_a_handler_nobody_is_let_in(keys: KeyRing):
         security.secure_server(socket := p.context.open_socket(zmq.ROUTER, "bare"), Channel.CONTROL)
         socket.bind("tcp://127.0.0.1:*")
         bound = with_key(socket.getsockopt_string(zmq.LAST_ENDPOINT), security.public)
-        is_refused(p.client(keys.security("router"), bound))
+        is_refused(p.client(keys.security("router"), bound, hasty=True))
         assert not socket.poll(0)
         p.context.close_socket(socket)
 
@@ -205,7 +211,7 @@ def test_each_context_has_its_own_list(keys: KeyRing, tmp_path: Path):
         p.bind(TCP)
         q.bind(TCP)
         q.meets(q.client(other.security("router")))
-        is_refused(q.client(other.security("router"), p.bound))
+        is_refused(q.client(other.security("router"), p.bound, hasty=True))
         p.meets(p.client(keys.security("router")))
 
 

@@ -1,4 +1,4 @@
-"""What is served: `/v2`, `/v2/models/{model}`, `/v2/models/{model}/config`."""
+"""What is served: `/v2`, `/v2/models/{model}`, `/v2/models/{model}/config`, `/v1/models`."""
 
 from falcon.asgi import Request, Response
 
@@ -73,3 +73,19 @@ class ModelConfigResource(GetResource):
                 "default_do_sample": model.default_do_sample,
             },
         )
+
+
+class ModelListResource(GetResource):
+    """All models that nodes told of, in OpenAI's form."""
+
+    def __init__(self, deps: AppDependencies) -> None:
+        self._deps = deps
+
+    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
+        """The list, by name; before the first node told of itself it is empty."""
+        deps = self._deps
+        names = sorted(model.name for model in deps.service.models())
+        data = [
+            {"id": name, "object": "model", "created": deps.started_at, "owned_by": deps.server_name} for name in names
+        ]
+        answer_json(resp, {"object": "list", "data": data})
