@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -62,8 +62,18 @@ def bind_again(node: NodeSocket, endpoint: str) -> None:
 
 def num_fds() -> int:
     """Open descriptors of this process."""
+    return len(_open_files())
+
+
+def _open_files() -> dict[str, str]:
+    """Number of each descriptor -> what it is, where the system says so. The one that looks is among them."""
     folder = Path("/proc/self/fd") if sys.platform == "linux" else Path("/dev/fd")
-    return len(list(folder.iterdir()))
+    found = {}
+    for entry in folder.iterdir():
+        found[entry.name] = ""
+        with suppress(OSError):
+            found[entry.name] = os.readlink(entry)
+    return found
 
 
 @cache
@@ -78,9 +88,14 @@ def large_frame_sent() -> None:
 def nothing_left(*, threads: bool = False) -> Iterator[None]:
     """No descriptor is left behind, nor a thread if that is asked for. Fewer than before is right too."""
     large_frame_sent()
-    fds, count = num_fds(), threading.active_count()
+    before, count = _open_files(), threading.active_count()
     yield
-    wait_until(lambda: num_fds() <= fds and (not threads or threading.active_count() <= count))
+    give_up_at = time.monotonic() + DEADLINE_S
+    while num_fds() > len(before) or (threads and threading.active_count() > count):
+        if time.monotonic() > give_up_at:
+            new = {number: what for number, what in _open_files().items() if before.get(number) != what}
+            raise AssertionError(f"new descriptors: {new}; threads: {threading.enumerate()}, {count} before")
+        select.select([], [], [], 0.002)
 
 
 @contextmanager
