@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from common.config.load import load_config
 from common.with_parent import die_with_parent
-from ops.launcher.cluster import CONFIG_ENV
+from ops.launcher.cluster import CONFIG_ENV, WORKER_CLASS
 from ops.launcher.gunicorn_logger import GunicornLogger
 from ops.launcher.metrics_files import forget_gauges
+from ops.launcher.reload import new_workers_first
 
 if TYPE_CHECKING:
     from gunicorn.arbiter import Arbiter
@@ -27,7 +28,7 @@ _host = f"[{_config.router.host}]" if ":" in _config.router.host else _config.ro
 bind = f"{_host}:{_config.router.port}"
 backlog = _config.router.backlog
 workers = _config.router.workers
-worker_class = "uvicorn_worker.UvicornWorker"
+worker_class = WORKER_CLASS
 preload_app = False  # sockets are made after the fork
 max_requests = 0  # a worker that is replaced loses its streams
 timeout = 60
@@ -43,7 +44,8 @@ logger_class = GunicornLogger
 
 
 def on_starting(server: "Arbiter") -> None:
-    """In the arbiter, before it forks: a signal that ends a worker ends it from its first moment on.
+    """In the arbiter, before it forks: a reload ends old workers when the new ones serve, and a signal that ends a
+    worker ends it from its first moment on.
 
     A new worker has the arbiter's handlers until it sets its own: they note a signal in a queue that nobody reads
     there, and the arbiter sends SIGTERM once.
@@ -60,6 +62,7 @@ def on_starting(server: "Arbiter") -> None:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, stops),
         after_in_child=in_child,
     )
+    new_workers_first(server)
 
 
 def post_fork(server: "Arbiter", worker: "Worker") -> None:

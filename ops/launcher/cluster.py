@@ -20,6 +20,8 @@ from ops.model_choice import served_name
 CONFIG_ENV = "KVFERRY_CONFIG"
 """Environment variable that tells gunicorn's configuration and its workers where the cluster's file is."""
 
+WORKER_CLASS = "ops.launcher.worker.RouterWorker"
+
 _KILL_MARGIN_S = 5.0
 _PROXY_STOP_S = 5.0
 _STAGES: dict[Role, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "unsplit": Stage.DECODE}
@@ -84,7 +86,7 @@ def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen
     metrics = run_dir / "metrics"
     argv = (
         *("-m", "gunicorn", "-c", "python:ops.gunicorn_conf", "--no-control-socket", "--bind", f"fd://{listen_fd}"),
-        *("--worker-class", "uvicorn_worker.UvicornWorker", "ops.launcher.asgi:create_app()"),
+        *("--worker-class", WORKER_CLASS, "ops.launcher.asgi:create_app()"),
     )
     return ChildSpec(
         ChildPlan("router", Stage.ROUTER, config.timers.worker_drain_s + 2 * _KILL_MARGIN_S),

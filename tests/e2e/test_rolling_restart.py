@@ -1,19 +1,24 @@
 """Every process is replaced, one after the other, while a crowd asks: nobody whose connection lives loses a request."""
 
 import asyncio
+import contextlib
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
+import httpx
 import pytest
 
 from tests.chaos.asks import Sizes, pool
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Crowd, Target, learn
 from tests.e2e.conftest import Serve
+from tests.support.bodies import body_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.node_watch import NodeWatch
+from tests.support.processes import num_listening, peers
 from tests.support.serve import Served, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -99,6 +104,26 @@ def test_nodes_and_proxy(cluster: Served, watch: NodeWatch, target: Target) -> N
     nodes = [partial(restart_nodes, cluster, watch, pair) for pair in PAIRS]
     assert wrong_of(crowd_meets(target, *nodes, partial(restart_proxy, cluster)), FINE) == []
     watch.wait_idle(*NODES)
+
+
+def test_who_had_connected_to_a_worker_that_leaves(cluster: Served) -> None:
+    """Its request comes when the worker has heard the signal: it is told when to ask again, and asks another one."""
+    worker = cluster.workers()[0]
+    body = body_of([1, 2, 3], max_new_tokens=1)
+    with contextlib.ExitStack() as stack:
+        with cluster.only_worker(worker):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", cluster.port), timeout=120.0))
+            wait_until(lambda: client.getsockname() in peers(worker), "the connection is accepted")
+        listening = num_listening(worker)
+        worker.terminate()
+        wait_until(lambda: num_listening(worker) < listening, "it accepts no more")
+        head = f"POST /v2/models/{cluster.model}/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        answer = client.makefile("rb").read().lower()
+    assert answer.startswith(b"http/1.1 503 ")
+    assert b"\r\nretry-after: " in answer
+    assert httpx.post(cluster.infer_url, content=body, trust_env=False, timeout=120.0).status_code == 200
+    wait_until(lambda: len({w.pid for w in cluster.workers()} - {worker.pid}) == 2, "another one is there", 90.0)
 
 
 def test_workers(cluster: Served, watch: NodeWatch, target: Target) -> None:

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from common.clock import ManualClock
 from common.config.schema import RouterConfig
 from common.ids import RequestId
+from ops.launcher.worker import RouterProtocol, RouterServer
 from router.app import AppDependencies, create_app
 from router.http.metrics import RouterMetrics
 from router.http.shell import AsgiShell
@@ -147,16 +148,23 @@ class Connection:
 
 @contextlib.asynccontextmanager
 async def serve(http: HttpApp) -> AsyncIterator[int]:
-    """Serve the application by a real uvicorn in this loop; yields the port."""
+    """Serve the application in this loop; yields the port."""
+    async with server_of(http) as (_, port):
+        yield port
+
+
+@contextlib.asynccontextmanager
+async def server_of(http: HttpApp) -> AsyncIterator[tuple[RouterServer, int]]:
+    """The same by the server that a worker has; yields it as well. It is told to end at the end."""
     # With its protocol named: asyncio turns Nagle's delay off for such sockets only.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    config = uvicorn.Config(http.app, log_config=None, lifespan="on", timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(http.app, http=RouterProtocol, log_config=None, lifespan="on", timeout_graceful_shutdown=5)
+    server = RouterServer(config)
     task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
     try:
-        yield listener.getsockname()[1]
+        yield server, listener.getsockname()[1]
     finally:
         server.should_exit = True
         await task

@@ -25,3 +25,13 @@ def suspended(*processes: psutil.Process) -> Iterator[None]:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
+
+
+def peers(process: psutil.Process) -> set[tuple[str, int]]:
+    """The other ends of its TCP connections."""
+    return {(found.raddr.ip, found.raddr.port) for found in process.net_connections("tcp") if found.raddr}
+
+
+def num_listening(process: psutil.Process) -> int:
+    """Descriptors of listening TCP sockets, those from its parents that it does not use among them."""
+    return sum(found.status == psutil.CONN_LISTEN for found in process.net_connections("tcp"))

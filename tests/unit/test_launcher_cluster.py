@@ -14,6 +14,7 @@ from common.config.schema import ClusterConfig
 from ops import model_store
 from ops.launcher.cluster import (
     CONFIG_ENV,
+    WORKER_CLASS,
     cluster_children,
     restart_limits,
     router_children,
@@ -137,4 +138,4 @@ def test_gunicorn_is_set_up_from_the_clusters_file(tmp_path: Path, monkeypatch, 
     assert settings["max_requests"] == 0
     assert settings["preload_app"] is False
     assert settings["control_socket_disable"] is True
-    assert settings["worker_class"] == "uvicorn_worker.UvicornWorker"
+    assert settings["worker_class"] == WORKER_CLASS

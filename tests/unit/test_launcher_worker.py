@@ -1,0 +1,106 @@
+"""What a worker that leaves does with each of its connections."""
+
+import asyncio
+
+import pytest
+
+import ops.launcher.worker
+from ops.launcher.worker import RouterProtocol, RouterServer
+from tests.support.eventually import PATIENCE_S, eventually
+from tests.support.fake_service import Script
+from tests.support.http_app import Connection, HttpApp, connect, server_of
+from tests.support.infer_cases import base, encode
+
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+HALF = 20
+
+
+@pytest.fixture(autouse=True)
+def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops.launcher.worker, "REQUEST_WAIT_S", PATIENCE_S)
+
+
+async def accepted(server: RouterServer) -> RouterProtocol:
+    """The server's end of the one connection."""
+    await eventually(lambda: len(server.server_state.connections) == 1, "it is accepted")
+    (connection,) = server.server_state.connections
+    assert isinstance(connection, RouterProtocol)
+    return connection
+
+
+async def leave(server: RouterServer) -> None:
+    """As after SIGTERM; returns when every connection was told."""
+    server.should_exit = True
+    await eventually(lambda: server.server_state.leaving, "it leaves")
+
+
+async def assert_last_answer(client: Connection) -> None:
+    """It says that it is the last, and it is."""
+    reply = await client.reply()
+    assert reply.status == 200
+    assert reply.headers["connection"] == "close"
+    assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize(("requests_before", "before"), [(0, 0), (0, HALF), (1, HALF)])
+def test_a_request_that_is_on_its_way_is_answered(requests_before: int, before: int):
+    async def run() -> None:
+        async with server_of(HttpApp()) as (server, port), connect(port) as client:
+            connection = await accepted(server)
+            for _ in range(requests_before):
+                await client.send(GET)
+                await client.reply()
+            await client.send(GET[:before])
+            await eventually(lambda: len(connection.conn.trailing_data[0]) == before, "half of it is there")
+            await leave(server)
+            await client.send(GET[before:])
+            await assert_last_answer(client)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("requests_before", [0, 1])
+def test_an_idle_connection_is_closed(requests_before: int, monkeypatch: pytest.MonkeyPatch):
+    """At once where a request was answered; where none came yet, after a wait."""
+
+    async def run() -> None:
+        if requests_before == 0:
+            monkeypatch.setattr(ops.launcher.worker, "REQUEST_WAIT_S", 0.0)
+        async with server_of(HttpApp()) as (server, port), connect(port) as client:
+            await accepted(server)
+            for _ in range(requests_before):
+                await client.send(GET)
+                await client.reply()
+            await leave(server)
+            assert await client.reader.read() == b""
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_has_not_begun_says_that_it_is_the_last():
+    async def run() -> None:
+        http = HttpApp()
+        http.service.script = Script(hold_after=0)
+        async with server_of(http) as (server, port), connect(port) as client:
+            await client.post("/v2/models/m/infer", encode(base()))
+            fake = await http.service.submitted.get()
+            await fake.holding.wait()
+            await leave(server)
+            fake.release()
+            await assert_last_answer(client)
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_is_there_only_after_the_worker_was_told_is_not_forgotten():
+    """Accepted before, in the loop's turn in which the worker was told: nothing else would ever close it."""
+
+    async def run() -> None:
+        async with server_of(HttpApp()) as (server, port):
+            await eventually(lambda: server.started, "it listens")
+            server.server_state.leaving = True
+            async with connect(port) as client:
+                await client.send(GET)
+                await assert_last_answer(client)
+
+    asyncio.run(run())
