@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.errors import InvariantError
+from ops.launcher.error_line import told_error
 from ops.launcher.restart_policy import RestartLimits, RestartPolicy
 
 _START_CRASHES_MAX = 5
@@ -42,7 +43,8 @@ class ChildPlan:
 
 @dataclass(frozen=True, slots=True)
 class ChildExited:
-    """A child is gone. `code` is negative for a signal; `last_line` is the last that it wrote."""
+    """A child is gone. `code` is negative for a signal; `last_line` is the last that it wrote. Where that says why it
+    ended, nobody was shown it yet."""
 
     name: str
     code: int
@@ -196,15 +198,19 @@ class LauncherCore:
         if not child.running:
             raise InvariantError(f"{event.name} ended twice")
         child.running, child.kill_at = False, None
+        told = told_error(event.last_line)
         if self._phase in (Phase.STOPPING, Phase.KILLING):
-            return self._next_stage(now)
+            # Children of one configuration fail alike: what ends the launcher's last line is not said for each.
+            is_new = bool(told) and not self._error.endswith(told)
+            return [*([Tell(f"{event.name}: {told}", warning=True)] if is_new else []), *self._next_stage(now)]
         restart_at = child.policy.died(now)
         if self._phase is Phase.STARTING and (event.code > 0 or child.policy.quick_deaths >= _START_CRASHES_MAX):
-            self._error = f"{event.name} could not start: {event.last_line or _how(event.code)}"
+            self._error = f"{event.name} could not start: {told or event.last_line or _how(event.code)}"
             self._wrong_use = event.code == _WRONG_USE
             return self._begin_stop(now)
         child.restart_at = restart_at
-        return [Tell(f"{event.name} {_how(event.code)}; starting it again in {restart_at - now:.1f} s", warning=True)]
+        how = _how(event.code) + (f": {told}" if told else "")
+        return [Tell(f"{event.name} {how}; starting it again in {restart_at - now:.1f} s", warning=True)]
 
     def _stop_requested(self, now: float) -> list[Action]:
         if self._phase in (Phase.STARTING, Phase.READY):

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from common.with_parent import with_parent
 from ops.launcher.core import ChildPlan
+from ops.launcher.error_line import told_error
 
 WriteLine = Callable[[str, str], object]
 """Takes a child's name and one of its lines."""
@@ -48,6 +49,8 @@ class Child:
         self._output = output
         self._write_line = write_line
         self._last_line = ""
+        self._held = ""
+        """Its last line where that says why it ends: whoever takes the end says it, once."""
 
     @property
     def pid(self) -> int:
@@ -65,7 +68,8 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> tuple[int, str]:
-        """Pass its lines on until it is gone; (exit code, its last line). The code is negative for a signal."""
+        """Pass its lines on until it is gone; (exit code, its last line). The code is negative for a signal. A last
+        line that says why it ends is not passed on."""
         relay = asyncio.create_task(self._relay())
         code = await self._process.wait()
         # What it started would go on serving beside its successor, and holds the pipe open.
@@ -91,9 +95,13 @@ class Child:
 
     def _pass_on(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
+        if self._held:
+            self._write_line(self._name, self._held)
+        self._held = text if told_error(text) else ""
         if text:
             self._last_line = text
-        self._write_line(self._name, text)
+        if not self._held:
+            self._write_line(self._name, text)
 
 
 async def start_child(spec: ChildSpec, write_line: WriteLine) -> Child:

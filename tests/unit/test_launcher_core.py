@@ -109,6 +109,25 @@ def test_a_child_that_cannot_start_ends_everything_with_its_own_words():
     assert launcher.core.phase is Phase.OVER
 
 
+def test_why_children_could_not_start_is_told_once_and_without_their_commands_names():
+    launcher = Launcher([PLANS[2], *PLANS[3:]])
+    launcher.send(ChildExited("prefill-0", 2, "kvferry prefill: error: a.b: wrong"))
+    launcher.send(ChildExited("decode-0", 2, "kvferry decode: error: a.b: wrong"))
+    end = launcher.send(ChildExited("decode-1", 2, "kvferry decode: error: another"))
+    assert end == [Finish("prefill-0 could not start: a.b: wrong", True)]
+    assert launcher.told == ["decode-1: another"]
+
+
+def test_why_a_child_ended_in_service_or_on_the_way_out_is_told():
+    launcher = Launcher([PLANS[3], PLANS[4]])
+    launcher.send(ReadySeen())
+    launcher.send(ChildExited("decode-0", 1, "kvferry decode: error: lost"))
+    assert launcher.told == ["decode-0 ended with code 1: lost; starting it again in 0.5 s"]
+    launcher.send(StopRequested())
+    launcher.send(ChildExited("decode-1", 1, "kvferry decode: error: stuck"))
+    assert launcher.told[-1] == "decode-1: stuck"
+
+
 def test_a_child_that_finds_the_configuration_wrong_says_so_by_its_code():
     launcher = Launcher([PLANS[1]])
     assert launcher.send(ChildExited("router", 2, "a.b: wrong")) == [Finish("router could not start: a.b: wrong", True)]

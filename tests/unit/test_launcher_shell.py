@@ -172,6 +172,22 @@ def test_a_child_that_cannot_start_ends_all_with_its_last_line():
 
 
 @pytest.mark.usefixtures("_signals_restored")
+def test_a_last_line_that_says_why_is_not_told_twice():
+    """A line of that form that is not the last one is a line as any other."""
+    said = (
+        "print('kvferry decode: error: early'); print('on'); print('kvferry decode: error: last'); raise SystemExit(2)"
+    )
+
+    async def story():
+        watched = Watched(child("d", said))
+        with pytest.raises(ConfigError, match=r"^d could not start: last$"):
+            await watched.supervisor.run()
+        assert watched.lines == [("d", "kvferry decode: error: early"), ("d", "on")]
+
+    run(story)
+
+
+@pytest.mark.usefixtures("_signals_restored")
 def test_a_child_that_finds_the_configuration_wrong_makes_it_wrong_use():
     async def story():
         watched = Watched(child("d", "print('a.b: wrong'); raise SystemExit(2)"))

@@ -1,6 +1,7 @@
 """A path that cannot be a model is told from its head alone, in one line, and without torch."""
 
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from common.errors import ModelLoadError
 from common.models.outside_check import check_model_files
+from common.tokenizer.gguf_header import read_gguf_header
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_llama import make_checkpoint
 
@@ -59,7 +61,34 @@ def test_a_gguf_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     assert "GGUF architecture 'grok' is not supported; known are llama" in refusal(file)
 
 
-def test_torch_is_not_loaded() -> None:
-    code = "import sys, common.models.outside_check; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+def test_a_gguf_that_is_cut_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
+    whole = file.read_bytes()
+    needed = max(tensor.offset + 4 * math.prod(tensor.shape) for tensor in read_gguf_header(file).tensors)
+    file.write_bytes(whole[:needed])
+    check_model_files(file)
+    file.write_bytes(whole[: needed - 1])
+    said = f"{file} ends at {needed - 1} bytes where its tensors need {needed}: is it a whole copy?"
+    assert refusal(file) == said
+
+
+def test_safetensors_that_are_cut_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, num_hidden_layers=1)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (len(whole) - 1, 1000, 4, 0):
+        file.write_bytes(whole[:size])
+        assert refusal(tmp_path).startswith(f"{file} cannot be read: ")
+
+
+def test_torch_is_not_loaded(tmp_path: Path) -> None:
+    """Whatever the model is: the launcher stays light."""
+    write_gguf(tmp_path / "m.gguf", make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
+    code = (
+        "import sys; from pathlib import Path; from common.models.outside_check import check_model_files; "
+        "[check_model_files(Path(path)) for path in sys.argv[1:]]; print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "m.gguf"), str(tmp_path / "hf")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
