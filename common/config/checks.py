@@ -1,6 +1,6 @@
 """Checks that look at several keys at once, or at more than a type says. Pure.
 
-`check_config` refuses what cannot work; `config_notes` tells what works but may not be meant.
+`check_config` refuses what cannot work; `config_notes` and `host_notes` tell what works but may not be meant.
 """
 
 import math
@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from common.config.endpoints import Endpoint, parse_endpoint
+from common.config.host import HostFacts
 from common.config.protocol import Limits, Timers
-from common.config.resolve import node_counts
+from common.config.resolve import node_counts, resolve_node
 from common.config.schema import ROLES, ClusterConfig, RoleConfig
 from common.config.shown import shown
 from common.errors import ConfigError
@@ -79,6 +80,21 @@ def check_config(config: ClusterConfig) -> None:
 def config_notes(config: ClusterConfig) -> tuple[str, ...]:
     """What is allowed but may surprise, one line each; for the log."""
     return tuple(_notes(config))
+
+
+def host_notes(config: ClusterConfig, host: HostFacts) -> tuple[str, ...]:
+    """What this host may be too small for, one line each, where all nodes of the configuration are started on it.
+    Memory is not among it: nodes refuse what does not fit."""
+    counts = node_counts(config)
+    size = config.node.tensor_parallel
+    threads = sum(resolve_node(config, role, host).threads * size * number for role, number in counts.items())
+    if threads <= host.cores:
+        return ()
+    cores = f"{host.cores} core" + ("" if host.cores == 1 else "s")
+    return (
+        f"serve.prefill, serve.decode, serve.unsplit: {sum(counts.values())} nodes with {threads} threads in all share "
+        f"{cores}: they start slowly and wait for one another",
+    )
 
 
 def model_name(config: ClusterConfig) -> str:

@@ -5,6 +5,7 @@ The launcher's own endpoints lie in the run directory: two clusters on one machi
 
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -75,10 +76,15 @@ def proxy_child(config_file: Path) -> ChildSpec:
 
 def node_child(config: ClusterConfig, config_file: Path, role: Role, index: int) -> ChildSpec:
     """One node, named role-index."""
-    name = f"{role}-{index}"
+    name = _node_name(role, index)
     argv = ("-m", "ops.cli.main", role, "--config", str(config_file), "--set", f'{role}.name="{name}"')
     plan = ChildPlan(name, _STAGES[role], config.timers.node_drain_s + _KILL_MARGIN_S)
     return ChildSpec(plan, (sys.executable, *argv))
+
+
+def node_names(config: ClusterConfig) -> frozenset[str]:
+    """What the nodes of `kvferry serve` call themselves."""
+    return frozenset(_node_name(role, index) for role, index in _nodes(config))
 
 
 def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> ChildSpec:
@@ -101,8 +107,7 @@ def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen
 
 def cluster_children(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> tuple[ChildSpec, ...]:
     """Everything of `kvferry serve`."""
-    counts = node_counts(config)
-    nodes = [node_child(config, config_file, role, index) for role in counts for index in range(counts[role])]
+    nodes = [node_child(config, config_file, role, index) for role, index in _nodes(config)]
     return (*router_children(config, config_file, run_dir, listen_fd), *nodes)
 
 
@@ -120,3 +125,13 @@ def _private_discovery(discovery: DiscoveryConfig, run_dir: Path) -> DiscoveryCo
     return msgspec.structs.replace(
         discovery, announce_to=(f"ipc://{nodes}",), proxy_nodes=f"ipc://{nodes}", proxy_workers=f"ipc://{workers}"
     )
+
+
+def _nodes(config: ClusterConfig) -> Iterator[tuple[Role, int]]:
+    for role, number in node_counts(config).items():
+        for index in range(number):
+            yield role, index
+
+
+def _node_name(role: Role, index: int) -> str:
+    return f"{role}-{index}"

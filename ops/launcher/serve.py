@@ -4,20 +4,28 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from common.clock import MonotonicClock
-from common.config.checks import config_notes
+from common.config.checks import config_notes, host_notes
 from common.config.docs import config_as_toml
 from common.config.host import probe_host
 from common.config.keys import KeyRole
 from common.config.schema import ClusterConfig
 from common.line_writer import STDERR_FD, STDOUT_FD, LineWriter
 from common.transport.security import load_security
-from ops.launcher.cluster import cluster_children, restart_limits, router_children, router_config, serve_config
+from ops.launcher.cluster import (
+    cluster_children,
+    node_names,
+    restart_limits,
+    router_children,
+    router_config,
+    serve_config,
+)
 from ops.launcher.listen import Listener, listen
 from ops.launcher.process import ChildSpec, prefixed
+from ops.launcher.progress import telling_progress
 from ops.launcher.readiness import wait_until_answered
 from ops.launcher.run_dir import run_directory
 from ops.launcher.supervisor import STOP_SIGNALS, Supervisor
@@ -31,15 +39,21 @@ def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambd
 
     `place` may say otherwise where or how a child runs.
     """
-    model = config.model
+    model, host = config.model, probe_host()
+    for note in host_notes(config, host):
+        _LOG.warning(note)
     with _prepared(config, ("node", "router")) as (listener, run_dir):
-        config = serve_config(
-            config, run_dir, model_path=model.path, name=model.name, port=listener.port, host=probe_host()
-        )
+        config = serve_config(config, run_dir, model_path=model.path, name=model.name, port=listener.port, host=host)
         file = _write_config(config, run_dir)
         children = [place(spec) for spec in cluster_children(config, file, run_dir, listener.socket.fileno())]
         ready_line = f"ready {listener.url} model={model.name}"
-        _supervise(children, config, listener, "/v2/health/ready", ready_line)
+        nodes = node_names(config)
+
+        async def wait_ready() -> None:
+            async with telling_progress(config, nodes, _LOG.info):
+                await wait_until_answered(listener.url, "/v2/health/ready", config.router.workers)
+
+        _supervise(children, config, listener, wait_ready, ready_line)
 
 
 def serve_router(config: ClusterConfig) -> None:
@@ -48,7 +62,11 @@ def serve_router(config: ClusterConfig) -> None:
         config = router_config(config, listener.port)
         file = _write_config(config, run_dir)
         children = router_children(config, file, run_dir, listener.socket.fileno())
-        _supervise(children, config, listener, "/v2/health/live", f"listening {listener.url}")
+
+        async def wait_ready() -> None:
+            await wait_until_answered(listener.url, "/v2/health/live", config.router.workers)
+
+        _supervise(children, config, listener, wait_ready, f"listening {listener.url}")
 
 
 @contextlib.contextmanager
@@ -77,14 +95,18 @@ def _check_keys(config: ClusterConfig, role: KeyRole) -> None:
 
 
 def _supervise(
-    children: Sequence[ChildSpec], config: ClusterConfig, listener: Listener, ready_path: str, ready_line: str
+    children: Sequence[ChildSpec],
+    config: ClusterConfig,
+    listener: Listener,
+    wait_ready: Callable[[], Awaitable[None]],
+    ready_line: str,
 ) -> None:
     stdout, stderr = LineWriter(STDOUT_FD), LineWriter(STDERR_FD)
     supervisor = Supervisor(
         children,
         restart_limits(config),
         MonotonicClock(),
-        wait_ready=lambda: wait_until_answered(listener.url, ready_path, config.router.workers),
+        wait_ready=wait_ready,
         on_ready=lambda: stdout.write(ready_line),
         # While this copy is open, new connections would wait for an answer that never comes.
         on_stop=listener.close,

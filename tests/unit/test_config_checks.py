@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.checks import config_notes, model_name
+from common.config.checks import config_notes, host_notes, model_name
 from common.config.endpoints import endpoint_of_rank, parse_endpoint
 from common.config.host import HostFacts, probe_host, quota_cores
 from common.config.load import load_config, parse_override
@@ -125,6 +125,23 @@ def test_notes_tell_of_surprises():
 )
 def test_the_model_is_named_after_its_path(settings: list[str], name: str):
     assert model_name(load_set(*settings)) == name
+
+
+@pytest.mark.parametrize(
+    ("settings", "cores", "said"),
+    [
+        ((), 2, ""),
+        ((), 1, "2 nodes with 2 threads in all share 1 core:"),
+        (("serve.prefill=100",), 2, "101 nodes with 101 threads in all share 2 cores:"),
+        (("serve.unsplit=1",), 1, ""),
+        (("node.threads=4",), 8, ""),
+        (("node.threads=5",), 8, "2 nodes with 10 threads in all share 8 cores:"),
+        (("node.tensor_parallel=2",), 2, "2 nodes with 4 threads in all share 2 cores:"),
+    ],
+)
+def test_more_threads_than_cores_are_told(settings: tuple[str, ...], cores: int, said: str):
+    notes = host_notes(load_set(*settings), HostFacts(cores=cores, free_memory_bytes=40 << 30))
+    assert [said in note for note in notes] == [True] * bool(said)
 
 
 @pytest.mark.parametrize(
