@@ -1,7 +1,8 @@
 """A client's side of one link: a DEALER connected to one node. Never waits; owned by one thread or event loop.
 
 With IMMEDIATE a message is given to ZeroMQ only while the connection stands, so what a dead life did not take is not
-sent to the next life at the same address by ZeroMQ itself; what waits in the outbox is dropped by `discard`.
+sent to the next life at the same address by ZeroMQ itself; what waits in the outbox is dropped by `discard`. What comes
+in is one frame (`parcel.py`): with IMMEDIATE libzmq is not safe for more.
 """
 
 import errno
@@ -19,6 +20,7 @@ from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
 from common.transport.outbox import Outbox, SendResult
 from common.transport.own_socket import OwnSocket
+from common.transport.parcel import unpack
 
 
 class LinkSocket(OwnSocket):
@@ -107,8 +109,12 @@ class LinkSocket(OwnSocket):
         return dropped
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[list[Frame]]:
-        """Messages that are there now, at most `limit`."""
-        return nowait.receive(self.poll_handle, limit, zero_copy=self._options.zero_copy)
+        """Messages that are there now, at most `limit`. One that is no parcel has no frames."""
+        for message in nowait.receive(self.poll_handle, limit, zero_copy=self._options.zero_copy):
+            try:
+                yield unpack(message[0])
+            except ValueError:
+                yield []
 
     def close(self) -> None:
         """Close the socket and drop what waits. Twice does no harm."""

@@ -1,4 +1,4 @@
-"""A node's side of all links to it: one bound ROUTER. Never waits; owned by one thread.
+"""A node's side of all links to it: one bound ROUTER. Never waits; owned by one thread. What it sends is one frame.
 
 A peer is known by its incarnation, which is its routing id. A peer that comes back under the same id takes its place
 over. Keys, where there are any, say that it is a node or a router; the id is its own word.
@@ -19,6 +19,7 @@ from common.transport.nowait import RECEIVE_BATCH
 from common.transport.options import SocketOptions
 from common.transport.outbox import Outbox, SendResult
 from common.transport.own_socket import OwnSocket
+from common.transport.parcel import pack
 
 _INCARNATION_BYTES = 16
 
@@ -118,7 +119,7 @@ class NodeSocket(OwnSocket):
     def _try_send(self, peer: Incarnation, frames: Sequence[Frame]) -> bool:
         """False when the peer is full; ConnectionError when there is no such peer."""
         try:
-            return nowait.send(self.poll_handle, [routing_id(peer), *frames], zero_copy=self._options.zero_copy)
+            return nowait.send(self.poll_handle, [routing_id(peer), pack(frames)])
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
                 raise ConnectionError(peer) from None

@@ -25,9 +25,7 @@ def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], *, zero_copy: boo
 def receive(socket: "zmq.Socket[bytes]", limit: int, *, zero_copy: bool = False) -> Iterator[list[Frame]]:
     """Messages that are there now, at most `limit`. With zero_copy as memoryviews that keep ZeroMQ's buffer alive.
 
-    The socket is asked before each one. A socket with IMMEDIATE gives a connection's unread messages up when it hears
-    that the connection is being made anew, and libzmq ends the process when it hears so between two frames. It listens
-    when it is asked, and else at every hundredth frame: what is asked now is not heard in the middle of a message.
+    The socket is asked before each one: asking also lets it handle what its descriptor signalled.
     """
     for _ in range(limit):
         if not readable(socket):

@@ -10,6 +10,7 @@ from common.config.protocol import Limits, Timers
 from common.errors import ConfigError
 from common.transport.channel import Channel
 from common.transport.context import TransportContext
+from common.transport.parcel import OVERHEAD_BYTES
 from common.transport.probe import ProbeResult, probe
 
 _IPC_PROBE_S = 0.5
@@ -45,7 +46,7 @@ class SocketOptions:
         """For control sockets."""
         return cls(
             high_water=limits.control_high_water,
-            max_frame_bytes=max(limits.header_max_bytes, limits.job_ids_max_bytes),
+            max_frame_bytes=max(limits.header_max_bytes, limits.job_ids_max_bytes) + OVERHEAD_BYTES,
             outbox_messages=limits.outbox_messages,
             heartbeat_s=timers.link_heartbeat_s,
             heartbeat_timeout_s=timers.link_timeout_s,

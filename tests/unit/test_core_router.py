@@ -45,7 +45,7 @@ class Bench:
             welcome = Welcome(
                 name=role,
                 roles=("prefill", "decode") if unsplit else (role,),
-                model=ModelInfo(name="m", vocab_size=8, max_model_len=64, max_position_embeddings=64),
+                model=ModelInfo(name="m", vocab_size=8, max_model_len=1024, max_position_embeddings=1024),
                 compatibility=Compatibility(
                     protocol_version=1,
                     model="m",

@@ -1,75 +1,72 @@
-"""A socket that is read while its connection is made anew, again and again. In a process of its own: libzmq aborts."""
+"""A link that is read while its node dies and comes back, again and again. In a process of its own: libzmq aborts."""
 
-import errno
 import subprocess
 import sys
 import threading
 import time
 
-import zmq
-
-from common.transport import nowait
+from common.ids import Incarnation, new_incarnation
+from common.transport.context import TransportContext
+from common.transport.link_socket import LinkSocket
+from common.transport.node_socket import NodeSocket
+from common.transport.options import SocketOptions
+from tests.support.transport import bind_again, wait_until
 
 LIVES = 60
 MESSAGES = 2000
+OPTIONS = SocketOptions(high_water=0, reconnect_min_s=0.001, reconnect_max_s=0.001)
+FRAMES = [b"type", b"header", b"ids"]
 
 
-def _bind(router: "zmq.Socket[bytes]", ports: list[int]) -> None:
-    if not ports:
-        ports.append(router.bind_to_random_port("tcp://127.0.0.1"))
-        return
-    while True:
-        try:
-            router.bind(f"tcp://127.0.0.1:{ports[0]}")
-            return
-        except zmq.ZMQError as error:  # the one before is closed by another thread, a moment later
-            if error.errno != errno.EADDRINUSE:
-                raise
-            time.sleep(0.001)
-
-
-def _serve(context: "zmq.Context[zmq.Socket[bytes]]", ports: list[int]) -> None:
+def _serve(context: TransportContext, places: list[str]) -> None:
     """Lives of a node at one address; each sends a burst of messages and ends before all are taken."""
     for _ in range(LIVES):
-        router = context.socket(zmq.ROUTER)
-        router.linger, router.sndhwm = 0, 0
-        _bind(router, ports)
-        if router.poll(2000):
-            peer, _ = router.recv_multipart()
-            for _ in range(MESSAGES):
-                router.send_multipart([peer, b"type", b"header", b"ids"])
-            time.sleep(0.01)
-        router.close()
+        node = NodeSocket(context, OPTIONS)
+        if places:
+            bind_again(node, places[0])
+        else:
+            places.append(node.bind("tcp://127.0.0.1:*"))
+        peer = _first_peer(node)
+        for _ in range(MESSAGES):
+            node.send(peer, FRAMES)
+        time.sleep(0.01)
+        node.close()
 
 
-def _read(context: "zmq.Context[zmq.Socket[bytes]]", ports: list[int], server: threading.Thread) -> int:
-    dealer = context.socket(zmq.DEALER)
-    dealer.immediate, dealer.linger, dealer.reconnect_ivl, dealer.rcvhwm = 1, 0, 1, 0
-    while not ports:
-        time.sleep(0.001)
-    dealer.connect(f"tcp://127.0.0.1:{ports[0]}")
+def _first_peer(node: NodeSocket) -> Incarnation:
+    while True:
+        for peer, _ in node.receive():
+            return peer
+        time.sleep(0)
+
+
+def _read(context: TransportContext, places: list[str], server: threading.Thread) -> int:
+    link = LinkSocket(context, new_incarnation(), OPTIONS)
+    link.open()
+    wait_until(lambda: places)
+    link.connect(places[0])
     count = 0
     while server.is_alive():
-        nowait.send(dealer, [b"hello"])
-        for frames in nowait.receive(dealer, 128):
-            assert frames == [b"type", b"header", b"ids"]
+        link.try_send([b"hello"])
+        for frames in link.receive(128):
+            assert frames == FRAMES
             count += 1
             time.sleep(0)  # the other threads go on meanwhile, as they do while a message is handled
-    dealer.close()
+    link.close()
     return count
 
 
 def main() -> None:
-    context = zmq.Context()
-    ports: list[int] = []
-    server = threading.Thread(target=_serve, args=(context, ports))
+    context = TransportContext()
+    places: list[str] = []
+    server = threading.Thread(target=_serve, args=(context, places))
     server.start()
-    assert _read(context, ports, server) > MESSAGES
+    assert _read(context, places, server) > MESSAGES
     server.join()
-    context.term()
+    context.close()
 
 
-def test_connection_made_anew_between_two_frames() -> None:
+def test_connection_made_anew_while_messages_are_read() -> None:
     done = subprocess.run((sys.executable, "-m", __name__), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
