@@ -40,7 +40,7 @@ class RequestEvent(Enum):
     GIVEN_BACK = auto()
     """The decode node ran out of blocks."""
     END = auto()
-    """Its last token came, its client left, its deadline passed, no nodes came in time for a new one, or it
+    """Its last token came, its client left, its deadline passed, no nodes came in time that could do it, or it
     failed for good."""
 
 
