@@ -18,7 +18,7 @@ from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.links import Links
 from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
 from tests.chaos.report import write_report
-from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, standing, tiny_model
+from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, fill_in, standing, tiny_model
 from tests.chaos.trial import Plan, Result, run_trial
 from tests.support.keys import KeyRing
 from tests.support.real_model import real_model_path
@@ -54,10 +54,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--no-namespaces", action="store_true", help="cut links with the proxy in any case")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     args = parser.parse_args(argv)
-    for name, value in (_REAL if args.real else _TINY).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
+    return fill_in(args, _REAL if args.real else _TINY)
 
 
 def main(argv: list[str]) -> int:

@@ -27,7 +27,7 @@ from tests.chaos.plot import plot_samples
 from tests.chaos.recovery import percentile
 from tests.chaos.sampler import Sample, Sampler, look
 from tests.chaos.soak_report import Grown, Run, State, page
-from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, on_every_worker, standing, tiny_model
+from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, fill_in, on_every_worker, standing, tiny_model
 from tests.support.real_model import real_model_path
 
 _SIZES = Sizes(prompts=(1, 3, 8), outputs=(1, 2, 3), shared=8, vocab_size=VOCAB_SIZE)
@@ -107,10 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/chaos"))
     args = parser.parse_args(argv)
-    for name, value in (_REAL if args.real else _TINY).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    return args
+    return fill_in(args, _REAL if args.real else _TINY)
 
 
 def main(argv: list[str]) -> int:

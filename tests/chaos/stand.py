@@ -1,5 +1,6 @@
 """The cluster that is tried: a small random model or the real one, in processes whose links can be cut."""
 
+import argparse
 import asyncio
 import contextlib
 import signal
@@ -55,6 +56,14 @@ class Stand:
         wait_until(lambda: len(served.workers()) == self.shape.workers, "all workers run", IDLE_S)
         wait_until(served.is_ready, "it is ready", IDLE_S)
         self.watch.wait_idle(*self.shape.nodes, deadline_s=IDLE_S)
+
+
+def fill_in(args: argparse.Namespace, values: Mapping[str, float]) -> argparse.Namespace:
+    """What the command line left open."""
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
 
 
 def tiny_model(directory: Path) -> Path:

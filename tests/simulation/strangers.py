@@ -23,12 +23,12 @@ def strange(spec: NodeSpec, field: str) -> NodeSpec:
 
 
 def with_two_kinds(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
-    """Every other node of each role has other weights under the same name."""
+    """Every other node of each role has other weights under the same name; not those of any stranger."""
     numbers: Counter[tuple[str, ...]] = Counter()
     found = []
     for node in nodes:
         numbers[node.roles] += 1
-        found.append(node if numbers[node.roles] % 2 else strange(node, "model"))
+        found.append(node if numbers[node.roles] % 2 else replace(node, weights="of the second kind"))
     return tuple(found)
 
 
