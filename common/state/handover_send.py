@@ -18,6 +18,7 @@ from common.state.actions import Action, Send, SendPiece, StopPieces
 from common.state.decode_peers import DecodePeers
 from common.state.handover_send_table import FINAL, OPEN, SEND_TABLE, SendEvent, SendState
 from common.state.piece_plan import KvShape, PiecePlan
+from common.state.pieces_out import PiecesOut
 from common.state.table import Machine
 
 
@@ -61,7 +62,7 @@ class HandoverSender:
     """A transfer slot was given (bounded per peer and node)."""
     _generation: int = 0
     _plan: PiecePlan = field(init=False)
-    _in_flight: dict[TransferKey, set[int]] = field(default_factory=dict)
+    _out: PiecesOut = field(default_factory=PiecesOut)
     _slots: tuple[int, ...] = ()
     """Staging slots that were granted for the present key."""
     _stop_owed: set[TransferKey] = field(default_factory=set)
@@ -82,7 +83,7 @@ class HandoverSender:
     @property
     def pieces_in_flight(self) -> int:
         """Pieces whose blocks the transport may still read."""
-        return sum(len(numbers) for numbers in self._in_flight.values())
+        return len(self._out)
 
     @property
     def wants_slot(self) -> bool:
@@ -190,8 +191,8 @@ class HandoverSender:
             return []
         self.machine.move(SendEvent.COMMITTED, now)
         self.complete = self.complete or message.complete
-        # No slots: after the Commit no write is under way, so that slots are free when the request needs them no more.
-        return [self._give(piece, ()) for piece in self._plan.numbered(set(message.missing))]
+        self._out.ask_again(message.key, message.missing)
+        return self._give_again()
 
     def on_peer_up(self, now: float) -> list[Action]:
         """The link to the candidate is there now: ask at once."""
@@ -210,28 +211,23 @@ class HandoverSender:
 
     def may_write(self, key: TransferKey) -> bool:
         """Whether pieces of this key may be read, or written to staging slots, now or later."""
-        return key in self._in_flight
+        return key in self._out
 
     def on_sent(self, key: TransferKey, number: int, now: float) -> list[Action]:
         """The piece's blocks have been read; where it went to a staging slot, the write was confirmed."""
-        numbers = self._in_flight.get(key)
-        if numbers is None:
+        if not self._out.sent(key, number):
             return []
-        numbers.discard(number)
-        if numbers:
-            return []
-        return [*self.on_stopped(key), *self._push(now)]
+        return [*self._end_reading(key), *self._push(now)]
 
     def on_stopped(self, key: TransferKey) -> list[Action]:
         """Nothing is read for this key any more."""
-        self._in_flight.pop(key, None)
-        if key not in self._stop_owed:
-            return []
-        self._stop_owed.discard(key)
-        return [Send(key.decode, Abort(key=key))]
+        self._out.stopped(key)
+        return [*self._end_reading(key), *self._give_again()]
 
     def on_send_failed(self, key: TransferKey, now: float) -> list[Action]:
-        """The transport cannot reach the node."""
+        """The transport cannot reach the node. After the Commit it stops, and what is asked for is given again."""
+        if self.state is SendState.COMMITTED and key == self.key and self._out.fail(key):
+            return [StopPieces(key)]
         if key != self.key or self.state in FINAL:
             return []
         return self._fail("lost", now) if self.state is SendState.COMMITTING else self.ask(now)
@@ -303,11 +299,23 @@ class HandoverSender:
         return actions
 
     def _unconfirmed(self) -> bool:
-        return bool(self._slots) and self.key in self._in_flight
+        return bool(self._slots) and self.key is not None and self.key in self._out
 
     def _give(self, piece: Piece, slots: tuple[int, ...]) -> SendPiece:
-        self._in_flight.setdefault(piece.key, set()).add(piece.number)
+        self._out.give(piece.key, piece.number)
         return SendPiece(piece.key.decode, piece, self.block_table, slots)
+
+    def _give_again(self) -> list[Action]:
+        """Into no slots: after the Commit no write is under way, so that they are free when nobody needs them more."""
+        if self.state is not SendState.COMMITTED or self.complete or self.key is None:
+            return []
+        return [self._give(piece, ()) for piece in self._plan.numbered(self._out.take_wanted(self.key))]
+
+    def _end_reading(self, key: TransferKey) -> list[Action]:
+        if key not in self._stop_owed:
+            return []
+        self._stop_owed.discard(key)
+        return [Send(key.decode, Abort(key=key))]
 
     def _withdraw(self) -> list[Action]:
         """Give an open reservation back and stop reading for it."""
@@ -319,7 +327,7 @@ class HandoverSender:
         return [*self._stop(), Send(self.key.decode, Abort(key=self.key, stopped=stopped))]
 
     def _stop(self) -> list[Action]:
-        return [StopPieces(key) for key in self._in_flight]
+        return [StopPieces(key) for key in self._out.keys]
 
     def _fail(self, reason: str, now: float) -> list[Action]:
         self.failure = reason
@@ -334,6 +342,8 @@ class HandoverSender:
             raise InvariantError("granted without a key")
         if self.commit_sent and self._unconfirmed() and self.state is SendState.COMMITTING:
             raise InvariantError("a Commit was sent before every write was confirmed")
-        if not self._stop_owed <= self._in_flight.keys():
+        if not self._stop_owed <= set(self._out.keys):
             raise InvariantError("Abort(stopped) is owed for what nobody writes")
+        if self.state is SendState.COMMITTED and not self.complete:
+            self._out.check_invariants()
         self._plan.check_invariants()

@@ -24,6 +24,11 @@ NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
 """How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2, stranded_wait_s=4.0)
 """Pauses as long as the default's would need more requests than a schedule has."""
+SHORT_WAITS = ("piece_idle_s", "commit_wait_s", "queued_wait_s", "grant_idle_s", "answer_wait_s", "hold_s")
+"""What a schedule that is impatient may be impatient about."""
+SHORT_S = (0.3, 0.6, 1.2)
+KV_CUTS = 4
+"""Up to so many there."""
 REPLAN_TOKENS = 60
 """One to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "killers", "damaged", "blips", "partitions", "slow", "crashes",
@@ -39,8 +44,10 @@ def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None 
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
     # Apart, so that what else is drawn does not depend on them.
-    one_sided, swap, kinds = (random.Random(f"{what} {profile_name}:{seed}") for what in ("one-sided", "swap", "kinds"))
+    apart = ("one-sided", "swap", "kinds", "impatient")
+    one_sided, swap, kinds, impatient = (random.Random(f"{what} {profile_name}:{seed}") for what in apart)
     drawer = _Drawer(rng, profile, one_sided, swap)
+    drawer.be_impatient(impatient)
     drawer.two_kinds = counts is None and kinds.random() < profile.kinds
     return drawer.plan(seed, profile_name, counts)
 
@@ -67,7 +74,16 @@ class _Drawer:
         self.killers: frozenset[int] = frozenset()
         """Seeds of requests."""
         self.two_kinds = False
+        self.timers = TIMERS
+        self.kv_cuts: random.Random | None = None
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
+
+    def be_impatient(self, rng: random.Random) -> None:
+        """Perhaps: draws from a source of its own, as the cuts will."""
+        if rng.random() < self.profile.impatient:
+            short = {name: rng.choice(SHORT_S) for name in SHORT_WAITS if rng.random() < 0.5}
+            self.timers = msgspec.structs.replace(TIMERS, **short)
+            self.kv_cuts = rng
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
         rng, profile = self.rng, self.profile
@@ -83,7 +99,7 @@ class _Drawer:
         self.poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
         self.killers = frozenset(ask.seed for ask in asks if ask.kills)
         limits = self._limits()
-        workers = tuple(WorkerSpec(name=f"W{i}", timers=TIMERS, limits=limits) for i in range(num_workers))
+        workers = tuple(WorkerSpec(name=f"W{i}", timers=self.timers, limits=limits) for i in range(num_workers))
         kinds: list[Role] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
         nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
         if self.two_kinds:
@@ -140,7 +156,7 @@ class _Drawer:
             roles=("prefill", "decode") if both else (role,),
             num_blocks=blocks,
             num_host_blocks=self.swap_rng.choice((6, 12, 40)) if swaps else 0,
-            timers=TIMERS,
+            timers=self.timers,
             limits=limits,
             poisoned=self.poisoned,
             killers=self.killers,
@@ -255,3 +271,14 @@ class _Drawer:
             yield Wedge(at, rng.choice(nodes), rng.choice((1.0, 14.0, 60.0)))
         for at in self._times(profile.drains):
             yield Drain(at, rng.choice(hosts), rng.choice((0.05, 0.5)))
+        yield from self._kv_cuts(hosts)
+
+    def _kv_cuts(self, hosts: list[str]) -> Iterator[Deed]:
+        """Soon after a request, and for about as long as something is waited for."""
+        rng = self.kv_cuts
+        if rng is None:
+            return
+        for _ in range(rng.randint(1, KV_CUTS)):
+            at = rng.choice(self.asked_at) + 0.2 * rng.random()
+            prefill, decode = (rng.choice([host for host in hosts if host.startswith(kind)]) for kind in "PD")
+            yield Cut(at, prefill, decode, rng.choice(SHORT_S) * (0.5 + 1.5 * rng.random()), kv=True)

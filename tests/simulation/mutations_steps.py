@@ -16,6 +16,7 @@ from common.state.actions import Action, Send
 from common.state.handover_receive import ReceiveState
 from common.state.handover_send import HandoverSender
 from common.state.node_core import NodeCore
+from common.state.pieces_out import PiecesOut
 from decode_node.core.entries import EntryTable
 from decode_node.core.entry import Entry
 from decode_node.core.reservations import Reservations
@@ -49,6 +50,10 @@ def _all_lacked(right: Patched) -> Patched:
         return right(self, key, 0, *rest)
 
     return on_granted
+
+
+def _second_copy(_: Patched) -> Patched:
+    return lambda self, key: self._wanted.pop(key, set())
 
 
 def _take_back_owned(right: Patched) -> Patched:
@@ -123,6 +128,7 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("one position too many counts as cached", "19", Admission, "acquire", _one_more_cached),
     Mutation("held KV does not go with the list", "22", JobTable, "drop", _keep_held, "full"),
     Mutation("pieces carry what is there already", "23", HandoverSender, "on_granted", _all_lacked),
+    Mutation("a piece is with the transport twice", "21", PiecesOut, "take_wanted", _second_copy, "impatient"),
     Mutation("a failed hand-over moves nothing", "27", Reports, "_on_handover_failed", nothing, "full"),
     Mutation("what was taken back is granted anew", "28", EntryTable, "take_back", _forget_taken_back, "swap"),
     Mutation("what is owned gives way to a better class", "28", Reservations, "_make_room", _take_back_owned, "full"),

@@ -51,6 +51,8 @@ class Profile:
     """Share of schedules in which every other node of a role has other weights under the same name."""
     one_sided: float = 0.0
     """Share of schedules in which KV is written into staging slots, late and unnoticed at times."""
+    impatient: float = 0.0
+    """Share of schedules in which waits that are long by default are short, and KV connections are often cut."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -80,6 +82,7 @@ PROFILES: dict[str, Profile] = {
     "kinds": Profile(delays=True, blips=2, crashes=2, drains=0.7, wedges=0.3, preemption=0.3, both=0.2, kinds=1.0),
     "killers": Profile(killers=0.15),
     "damage": Profile(delays=True, damaged=1.0),
+    "impatient": Profile(requests=12, delays=True, leaving=0.2, stalls=1, crashes=0.3, full=0.3, impatient=1.0),
     "onesided": Profile(
         requests=30,
         span_s=8.0,
@@ -118,6 +121,7 @@ PROFILES["all"] = Profile(
     strangers=0.15,
     kinds=0.1,
     one_sided=0.3,
+    impatient=0.1,
     swarm=True,
 )
 PROFILES["quick"] = replace(PROFILES["all"], requests=5, span_s=2.0)

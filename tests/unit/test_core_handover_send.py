@@ -7,7 +7,7 @@ from common.config.protocol import Limits, Timers
 from common.ids import Incarnation, RequestId, TransferKey
 from common.protocol.messages import Abort, Candidate, Commit, Committed, Reserve
 from common.sampling_params import SamplingParams
-from common.state.actions import Send, SendPiece, StopPieces
+from common.state.actions import Action, Send, SendPiece, StopPieces
 from common.state.handover_send import HandoverSender, NextToken
 from common.state.handover_send_table import SendState
 from common.state.piece_plan import KvShape
@@ -125,11 +125,53 @@ def test_a_refusal_after_the_commit_ends_the_attempts_hand_over():
     assert sender.commit_sent
 
 
+def ask_again(sender: HandoverSender, *missing: int) -> list[Action]:
+    return sender.on_committed(Committed(key=key_of(sender), complete=False, missing=missing), 0.4)
+
+
+def test_a_piece_that_the_transport_still_has_is_not_given_to_it_a_second_time():
+    """Its blocks would be let go of when the first copy is read, and the second one would read another's KV."""
+    sender = committing()
+    assert ask_again(sender, 0, 1) == []
+    assert sender.on_sent(key_of(sender), 0, 0.5) == []
+    assert pieces(ask_again(sender, 0)) == [0]  # that one went out, and came to nothing
+    assert sender.on_sent(key_of(sender), 1, 0.6) == []
+    assert sender.pieces_in_flight == 1
+    assert sender.on_sent(key_of(sender), 0, 0.7) == []
+    assert sender.pieces_in_flight == 0
+
+
+def test_what_the_transport_lost_after_the_commit_is_given_again_when_it_has_stopped():
+    sender = committing()
+    assert ask_again(sender, 1) == []
+    assert sender.on_send_failed(key_of(sender), 0.5) == [StopPieces(key_of(sender))]
+    assert sender.on_send_failed(key_of(sender), 0.5) == []  # told twice
+    assert sender.on_sent(key_of(sender), 0, 0.5) == []
+    assert ask_again(sender, 0) == []
+    sender.check_invariants()
+    assert pieces(sender.on_stopped(key_of(sender))) == [0, 1]
+    assert sender.pieces_in_flight == 2
+    sender.check_invariants()
+
+
+def test_what_failed_after_the_commit_is_not_given_again_unasked():
+    sender = committing()
+    ask_again(sender)
+    assert sender.on_send_failed(key_of(sender), 0.5) == [StopPieces(key_of(sender))]
+    assert sender.on_stopped(key_of(sender)) == []
+    assert sender.pieces_in_flight == 0
+    assert sender.on_send_failed(key_of(sender), 0.6) == []
+    assert pieces(ask_again(sender, 1)) == [1]
+
+
 def test_missing_pieces_are_sent_again_while_the_blocks_are_there():
     sender = committing()
-    assert pieces(sender.on_committed(Committed(key=key_of(sender), complete=False, missing=(1,)), 0.4)) == [1]
+    for number in (0, 1):
+        sender.on_sent(key_of(sender), number, 0.3)
+    assert pieces(ask_again(sender, 1)) == [1]
+    sender.on_sent(key_of(sender), 1, 0.5)
     sender.forget_pieces()
-    assert pieces(sender.on_committed(Committed(key=key_of(sender), complete=False, missing=(1,)), 0.5)) == []
+    assert pieces(ask_again(sender, 1)) == []
 
 
 def test_abort_stops_what_is_being_read_also_after_the_hand_over():
