@@ -33,6 +33,7 @@ class Process(ABC):
         self.alive = True
         self.frozen = False
         self.stalled = False
+        self.awake_since = loop.now()
         self.crash_after_actions = -1
         """Dies instead of performing the action with this number, counted from now; -1: never."""
         self.on_end: Callable[[Process, str], None] | None = None
@@ -178,9 +179,14 @@ class Process(ABC):
         """It reads nothing now, whatever the reason."""
         return self.frozen or self.stalled
 
+    def awake_for(self, seconds: float) -> bool:
+        """It lives, and has read what came to it for at least this long."""
+        return self.alive and not self.asleep and self.loop.now() - self.awake_since >= seconds
+
     def _wake(self) -> None:
         if self.asleep:
             return
+        self.awake_since = self.loop.now()
         inbox, self._inbox = self._inbox, []
         for deed, arguments in inbox:
             deed(*arguments)

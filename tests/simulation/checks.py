@@ -162,15 +162,14 @@ def _end_of(stream: tuple[int, ...]) -> tuple[str, int]:
     return "stop" if stream[-1] == EOS_TOKEN_ID else "length", len(stream)
 
 
-def judge_notice(world: World, gone: Process) -> str | None:
-    """Who still rests on a process that ended, or froze, a while ago."""
+def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
+    """Who still rests on a process that ended, or froze, a while ago. Whoever has slept himself counts silences from
+    then on, and has `within_s` for it."""
     for worker in world.workers.values():
-        if not worker.alive:
-            continue
-        for request_id in resting(worker, gone):
+        for request_id in resting(worker, gone) if worker.awake_for(within_s) else ():
             return f"{worker.host} still has {request_id[:8]} at {gone.host}, which is gone"
     for node in world.nodes.values():
-        for leg in node.core.legs if node.alive and not node.frozen else ():
+        for leg in node.core.legs if node.awake_for(within_s) else ():
             for _, sender in leg.jobs.aimed_at(gone.incarnation) if isinstance(leg, PrefillLeg) else ():
                 if sender.state in OPEN:
                     return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"

@@ -49,11 +49,16 @@ class Faults:
 
     @property
     def notice_s(self) -> float:
-        """After the end of a node: until everybody knows, with freezes and the slowest message."""
+        """After the end of a node: until everybody knows who is awake by then."""
+        return self.notice_awake_s + self.frozen_s
+
+    @property
+    def notice_awake_s(self) -> float:
+        """Until a process that sleeps no more knows, with the slowest message."""
         slow = [deed.extra_s for deed in self.plan.deeds if isinstance(deed, Slow)]
         delays = self.plan.delays
         slowest_s = 0.9 + delays.base_s + delays.jitter_s + delays.slow_s + 2 * max(slow, default=0.0)
-        return NOTICE_S + self.frozen_s + slowest_s
+        return NOTICE_S + slowest_s
 
     def do(self, deed: Deed) -> None:
         """Now."""
@@ -154,9 +159,7 @@ class Faults:
         if process is not None and not process.frozen:
             self.counts["freeze and thaw"] += 1
             process.freeze()
-            notice_s = self.notice_s - duration_s
-            if notice_s < duration_s:  # else it has thawed, and may even be frozen again, by then
-                loop.after(notice_s, self.check_notice, process)
+            self._notice_stillness(process, duration_s)
             self._later(duration_s)
             loop.after(duration_s, process.thaw)
 
@@ -165,9 +168,20 @@ class Faults:
         if process is not None and not process.stalled:
             self.counts["worker stalled" if isinstance(process, SimWorker) else "node stalled"] += 1
             process.stall()
-            self.world.loop.after(self.notice_s - duration_s, self.check_notice, process)
+            self._notice_stillness(process, duration_s)
             self._later(duration_s)
             self.world.loop.after(duration_s, process.go_on)
+
+    def _notice_stillness(self, process: Process, duration_s: float) -> None:
+        """Nobody may rest on who stands still for so long that all must have noticed."""
+        within_s = self.notice_s - duration_s
+        if within_s < duration_s:  # else it goes on by then, and may even stand still again
+            self.world.loop.after(within_s, self._check_still, process)
+
+    def _check_still(self, process: Process) -> None:
+        """Who has ended meanwhile is judged by its end."""
+        if process.alive:
+            self.check_notice(process)
 
     def _misfit(self, host: str, field: str, duration_s: float) -> None:
         right = self.world.nodes[host].spec
@@ -202,7 +216,8 @@ class Faults:
 
     def _check_stuck(self, node: SimNode, stuck: list[tuple[SimWorker, dict[RequestId, int]]]) -> None:
         for worker, plans in stuck:
-            still = resting(worker, node).items() & plans.items() if worker.alive and node.alive else ()
+            noticed = node.alive and worker.awake_for(node.spec.timers.engine_stall_s + self.notice_awake_s)
+            still = resting(worker, node).items() & plans.items() if noticed else ()
             for request_id, _ in still:
                 raise Violation(f"{worker.host} leaves {request_id[:8]} at {node.host}, whose engine makes no step")
 

@@ -136,7 +136,8 @@ class Run:
                 self.faults.killed(process, process.killed_by)
 
     def _check_notice(self, gone: Process) -> None:
-        complaint = judge_notice(self.world, gone) if gone.asleep or not gone.alive else None
+        still = gone.asleep or not gone.alive
+        complaint = judge_notice(self.world, gone, self.faults.notice_awake_s) if still else None
         if complaint is not None:
             raise Violation(complaint)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.ids import Incarnation, RequestId, TransferKey
 from common.protocol.messages import (
+    Cancel,
     Commit,
     Committed,
     Envelope,
@@ -50,7 +51,8 @@ class Watch:
     _targets: dict[tuple[RequestId, int], TransferKey] = field(default_factory=dict)
     _granted: dict[TransferKey, set[int]] = field(default_factory=dict)
     """With the first token of each grant: a Reserve that comes late, after a Cancel, is granted anew."""
-    _revoked: set[TransferKey] = field(default_factory=set)
+    _cancelled: dict[tuple[Incarnation, RequestId], int] = field(default_factory=dict)
+    """The last attempt that a node was told to forget."""
     _preempted: dict[RequestId, set[int]] = field(default_factory=dict)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
 
@@ -61,7 +63,7 @@ class Watch:
         match what:
             case Send(_, message):
                 self._sent(process, message)
-            case Received(envelope) if self.strangers:
+            case Received(envelope):
                 self._heard(process, envelope)
             case Tick() if isinstance(process, SimNode):
                 self._check_engine(process)
@@ -71,6 +73,16 @@ class Watch:
                 pass
 
     def _heard(self, process: Process, envelope: Envelope) -> None:
+        match envelope.message:
+            case Cancel(request_id=request_id, attempt=attempt) if envelope.receiver == process.incarnation:
+                told = process.incarnation, request_id
+                self._cancelled[told] = max(attempt, self._cancelled.get(told, 0))
+            case _ if self.strangers:
+                self._check_strangers(process, envelope)
+            case _:
+                pass
+
+    def _check_strangers(self, process: Process, envelope: Envelope) -> None:
         """A stranger gets no work. What was meant for an earlier life at its address is none."""
         work = isinstance(envelope.message, Job | Reserve | Commit) and envelope.receiver == process.incarnation
         if work and process.host in self.strangers:
@@ -85,8 +97,9 @@ class Watch:
                 pass
 
     def _check_below(self, process: Process, key: TransferKey, reason: str) -> None:
-        """It is of an earlier grant, of an attempt that was cancelled: what was revoked is not granted anew."""
-        if key in self._revoked or len(self._granted.get(key, ())) < 2:
+        """It is of an earlier grant, of an attempt that was cancelled since: nothing else is granted anew."""
+        cancelled = self._cancelled.get((process.incarnation, key.request_id), 0) >= key.attempt
+        if not cancelled or len(self._granted.get(key, ())) < 2:
             raise Violation(f"{process.host}: {reason}")
 
     def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
@@ -162,8 +175,7 @@ class Watch:
                 self.counts[f"Refused {reason[:30]}"] += 1
             case Queued():
                 self.counts["Queued"] += 1
-            case Revoke(key=key, reason=reason):
-                self._revoked.add(key)
+            case Revoke(reason=reason):
                 self.counts[f"Revoke {reason[:30]}"] += 1
             case HandedOver():
                 self.counts["HandedOver"] += 1
