@@ -15,6 +15,8 @@ from ops.simulate.kv_store import KvMismatchError, KvStore
 
 BELOW = "a piece for a position below"
 """Why a piece is bad that would be written into KV which was there before the grant."""
+OTHER_SLOT = "a piece in staging slot"
+"""Why a piece is bad that names a slot which the grant has not."""
 COPY_S = 0.002
 """From a staging slot into blocks."""
 
@@ -85,8 +87,9 @@ class KvReceiver:
         assert piece.slot is not None
         expected = self.expected.get(piece.key)
         if expected is not None and piece.slot not in expected.slots:
-            raise KvMismatchError(f"{self.host}: a piece names staging slot {piece.slot}, which is not its own")
-        self._take(piece, self.staging.get(piece.slot, []), damaged)
+            self.post(PieceBad(piece.key, piece.number, f"{OTHER_SLOT} {piece.slot}"))
+        else:
+            self._take(piece, self.staging.get(piece.slot, []), damaged)
         credit()
 
     def _take(self, piece: Piece, values: list[list[int]], damaged: bool) -> None:

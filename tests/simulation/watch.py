@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from common.ids import Incarnation, RequestId, TransferKey
 from common.protocol.messages import (
+    Abort,
     Cancel,
     Commit,
     Committed,
@@ -25,7 +26,7 @@ from common.protocol.messages import (
 )
 from common.state.actions import Send
 from common.state.events import PieceBad, Received, Tick
-from ops.simulate.kv_receiver import BELOW
+from ops.simulate.kv_receiver import BELOW, OTHER_SLOT
 from ops.simulate.node import SimNode
 from ops.simulate.process import Process
 from ops.simulate.worker import SimWorker, Stream
@@ -49,10 +50,11 @@ class Watch:
     counts: Counter[str] = field(default_factory=Counter)
     _ticked: dict[str, float] = field(default_factory=dict)
     _targets: dict[tuple[RequestId, int], TransferKey] = field(default_factory=dict)
-    _granted: dict[TransferKey, set[int]] = field(default_factory=dict)
-    """With the first token of each grant: a Reserve that comes late, after a Cancel, is granted anew."""
+    _granted: dict[TransferKey, set[Granted]] = field(default_factory=dict)
+    """Each that is different: a Reserve that comes late, after a Cancel or an Abort, is granted anew."""
     _cancelled: dict[tuple[Incarnation, RequestId], int] = field(default_factory=dict)
     """The last attempt that a node was told to forget."""
+    _aborted: set[TransferKey] = field(default_factory=set)
     _preempted: dict[RequestId, set[int]] = field(default_factory=dict)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
 
@@ -67,13 +69,15 @@ class Watch:
                 self._heard(process, envelope)
             case Tick() if isinstance(process, SimNode):
                 self._check_engine(process)
-            case PieceBad(key, _, reason) if reason.startswith(BELOW):
-                self._check_below(process, key, reason)
+            case PieceBad(key, _, reason) if reason.startswith((BELOW, OTHER_SLOT)):
+                self._check_earlier_grant(process, key, reason)
             case _:
                 pass
 
     def _heard(self, process: Process, envelope: Envelope) -> None:
         match envelope.message:
+            case Abort(key=key):
+                self._aborted.add(key)
             case Cancel(request_id=request_id, attempt=attempt) if envelope.receiver == process.incarnation:
                 told = process.incarnation, request_id
                 self._cancelled[told] = max(attempt, self._cancelled.get(told, 0))
@@ -96,10 +100,10 @@ class Watch:
             case _:
                 pass
 
-    def _check_below(self, process: Process, key: TransferKey, reason: str) -> None:
-        """It is of an earlier grant, of an attempt that was cancelled since: nothing else is granted anew."""
+    def _check_earlier_grant(self, process: Process, key: TransferKey, reason: str) -> None:
+        """It is of an earlier grant, which its worker or its sender gave up since: nothing else is granted anew."""
         cancelled = self._cancelled.get((process.incarnation, key.request_id), 0) >= key.attempt
-        if not cancelled or len(self._granted.get(key, ())) < 2:
+        if not (cancelled or key in self._aborted) or len(self._granted.get(key, ())) < 2:
             raise Violation(f"{process.host}: {reason}")
 
     def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
@@ -160,7 +164,7 @@ class Watch:
                 if stream is not None:
                     self._check_clocks(process, stream, message)
             case Granted(key=key) if isinstance(process, SimNode):
-                self._granted.setdefault(key, set()).add(message.first_token)
+                self._granted.setdefault(key, set()).add(message)
                 if process.core.draining_since is not None:
                     raise Violation(f"{process.host} drains and grants room")
             case Commit(key=key):

@@ -181,7 +181,7 @@ def test_nothing_moves_what_was_committed(bench):
     bench.committed(key, 0.4, complete=False)
     assert said(bench.hear(DECODES[0], Revoke(key=key, reason="time"), 0.5), Abort)
     assert bench.hear(DECODES[0], CommitRefused(key=key, reason="not_reserved"), 0.5) == []
-    assert bench.handle(KvSendFailed(key, "closed"), 0.5) == []
+    assert bench.handle(KvSendFailed(key, "closed"), 0.5) == [StopPieces(key)]
     assert sender_of(bench).state is SendState.COMMITTED
     assert only_job(bench).state is JobState.HANDED
 
