@@ -334,6 +334,8 @@ class Commit(Message, frozen=True, kw_only=True):
     token_index: Positions
     """Its output index."""
     cached_tokens: Positions = 0
+    waiting: tuple[Pieces, ...] = ()
+    """Said again after Committed: these of the pieces that it lacks still wait to be sent."""
 
 
 class Committed(Message, frozen=True, kw_only=True):

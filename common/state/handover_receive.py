@@ -122,6 +122,12 @@ class PieceLedger:
         self.last_arrival = now
         return True
 
+    def hear_of(self, waiting: Collection[int], now: float) -> None:
+        """The sender still has these, and they come in their turn: they count as not asked for."""
+        if waiting:
+            self.asked.difference_update(waiting)
+            self.last_arrival = now
+
     def fault(self, commit: Commit) -> str | None:
         """With all pieces there: what is wrong with them as a whole. None: they cover exactly what was lacked."""
         if commit.first_token_pos != self.first_token_pos:

@@ -192,7 +192,7 @@ class HandoverSender:
         self.machine.move(SendEvent.COMMITTED, now)
         self.complete = self.complete or message.complete
         self._out.ask_again(message.key, message.missing)
-        return self._give_again()
+        return [*self._give_again(), *self._say_waiting()]
 
     def on_peer_up(self, now: float) -> list[Action]:
         """The link to the candidate is there now: ask at once."""
@@ -267,9 +267,12 @@ class HandoverSender:
         return [Send(self.key.decode, filled)]
 
     def _send_commit(self, now: float) -> list[Action]:
+        self._sent_at = now
+        return [self._commit()]
+
+    def _commit(self, waiting: tuple[int, ...] = ()) -> Send:
         assert self.key is not None
         assert self._next is not None
-        self._sent_at = now
         commit = Commit(
             key=self.key,
             num_pieces=len(self._plan),
@@ -278,8 +281,9 @@ class HandoverSender:
             token_id=self._next.token_id,
             token_index=self._next.index,
             cached_tokens=self._next.cached_tokens,
+            waiting=waiting,
         )
-        return [Send(self.key.decode, commit)]
+        return Send(self.key.decode, commit)
 
     def _push(self, now: float) -> list[Action]:
         """Give the transport all that is computed and not given yet; then commit if that was all.
@@ -310,6 +314,11 @@ class HandoverSender:
         if self.state is not SendState.COMMITTED or self.complete or self.key is None:
             return []
         return [self._give(piece, ()) for piece in self._plan.numbered(self._out.take_wanted(self.key))]
+
+    def _say_waiting(self) -> list[Action]:
+        """The decode node shall not give up what was asked for and still waits for its turn in the transport."""
+        waiting = () if self.key is None or self.complete else self._out.wanted(self.key)
+        return [self._commit(waiting)] if waiting else []
 
     def _end_reading(self, key: TransferKey) -> list[Action]:
         if key not in self._stop_owed:

@@ -73,6 +73,10 @@ class PiecesOut:
         wanted -= ready
         return ready
 
+    def wanted(self, key: TransferKey) -> tuple[int, ...]:
+        """What was asked for and waits in the transport."""
+        return tuple(sorted(self._wanted.get(key, ())))
+
     def check_invariants(self) -> None:
         """Raises InvariantError when something is asked for that could be given."""
         for key, wanted in self._wanted.items():

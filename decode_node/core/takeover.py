@@ -39,6 +39,7 @@ class Takeover:
         if entry is None or entry.ledger is None:
             return _only(Send(client.incarnation, CommitRefused(key=message.key, reason="not_reserved")))
         if entry.commit is not None:
+            entry.ledger.hear_of(message.waiting, now)
             return _only(_committed(entry))
         if message.num_pieces > entry.ledger.num_layers * entry.spec.num_known:
             refused = Send(client.incarnation, CommitRefused(key=message.key, reason="more pieces than there is KV"))
@@ -76,7 +77,8 @@ class Takeover:
         return []
 
     def tick(self, entry: Entry, now: float) -> list[Action]:
-        """Pieces that do not come are asked for once; then the request is lost here.
+        """Pieces that do not come are asked for once; then the request is lost here. While the sender says that they
+        wait to be sent, they count as not asked for: it knows whether its transport goes on.
 
         A sender that is gone is not asked: what it had sent comes within the time of its silence, or never.
         """

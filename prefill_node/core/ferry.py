@@ -217,6 +217,8 @@ class Ferry:
         if concerned is None or concerned.sender is None:
             return actions + self.decodes.unwanted(news.message)
         actions += self.follow(concerned, self.decodes.dispatch(concerned.sender, news.message, now), now)
+        if concerned.state is JobState.HANDED:
+            concerned.until = now + 2 * self.timers.piece_idle_s
         self.jobs.let_go_if_complete(concerned)
         return actions
 

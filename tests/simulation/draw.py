@@ -27,6 +27,8 @@ TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2, stran
 SHORT_WAITS = ("piece_idle_s", "commit_wait_s", "queued_wait_s", "grant_idle_s", "answer_wait_s", "hold_s")
 """What a schedule that is impatient may be impatient about."""
 SHORT_S = (0.3, 0.6, 1.2)
+CONGESTED_BYTES_PER_S = (1e5, 2e5)
+"""A request's KV takes 0.1 to 0.8 s."""
 KV_CUTS = 4
 """Up to so many there."""
 REPLAN_TOKENS = 60
@@ -44,10 +46,11 @@ def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None 
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
     # Apart, so that what else is drawn does not depend on them.
-    apart = ("one-sided", "swap", "kinds", "impatient")
-    one_sided, swap, kinds, impatient = (random.Random(f"{what} {profile_name}:{seed}") for what in apart)
+    apart = ("one-sided", "swap", "kinds", "impatient", "congested")
+    one_sided, swap, kinds, impatient, congested = (random.Random(f"{what} {profile_name}:{seed}") for what in apart)
     drawer = _Drawer(rng, profile, one_sided, swap)
     drawer.be_impatient(impatient)
+    drawer.congest(congested)
     drawer.two_kinds = counts is None and kinds.random() < profile.kinds
     return drawer.plan(seed, profile_name, counts)
 
@@ -84,6 +87,12 @@ class _Drawer:
             short = {name: rng.choice(SHORT_S) for name in SHORT_WAITS if rng.random() < 0.5}
             self.timers = msgspec.structs.replace(TIMERS, **short)
             self.kv_cuts = rng
+
+    def congest(self, rng: random.Random) -> None:
+        """Perhaps: pieces wait for one another longer than they are waited for."""
+        if rng.random() < self.profile.congested:
+            self.timers = msgspec.structs.replace(self.timers, piece_idle_s=rng.choice(SHORT_S))
+            self.kv_bytes_per_s = rng.choice(CONGESTED_BYTES_PER_S)
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
         rng, profile = self.rng, self.profile

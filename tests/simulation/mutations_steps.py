@@ -13,7 +13,7 @@ from common.scheduling.preemption import rank
 from common.scheduling.sequence import Sequence
 from common.scheduling.step import ScheduledSequence
 from common.state.actions import Action, Send
-from common.state.handover_receive import ReceiveState
+from common.state.handover_receive import PieceLedger, ReceiveState
 from common.state.handover_send import HandoverSender
 from common.state.node_core import NodeCore
 from common.state.pieces_out import PiecesOut
@@ -27,7 +27,7 @@ from router.core.reports import Reports
 from router.core.request import Request
 from router.core.requests import RequestTable
 from router.core.table import RequestEvent
-from tests.simulation.mutation import Mutation, Patched, nothing
+from tests.simulation.mutation import Mutation, Patched, none, nothing
 
 
 def _one_more_cached(right: Patched) -> Patched:
@@ -129,6 +129,7 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("held KV does not go with the list", "22", JobTable, "drop", _keep_held, "full"),
     Mutation("pieces carry what is there already", "23", HandoverSender, "on_granted", _all_lacked),
     Mutation("a piece is with the transport twice", "21", PiecesOut, "take_wanted", _second_copy, "impatient"),
+    Mutation("pieces that wait at their sender are lost", "25", PieceLedger, "hear_of", none, "congested"),
     Mutation("a failed hand-over moves nothing", "27", Reports, "_on_handover_failed", nothing, "full"),
     Mutation("what was taken back is granted anew", "28", EntryTable, "take_back", _forget_taken_back, "swap"),
     Mutation("what is owned gives way to a better class", "28", Reservations, "_make_room", _take_back_owned, "full"),

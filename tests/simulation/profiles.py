@@ -53,6 +53,8 @@ class Profile:
     """Share of schedules in which KV is written into staging slots, late and unnoticed at times."""
     impatient: float = 0.0
     """Share of schedules in which waits that are long by default are short, and KV connections are often cut."""
+    congested: float = 0.0
+    """Share of schedules in which KV links carry less than prefill nodes compute, and waits are short."""
     swarm: bool = False
     """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
 
@@ -83,6 +85,7 @@ PROFILES: dict[str, Profile] = {
     "killers": Profile(killers=0.15),
     "damage": Profile(delays=True, damaged=1.0),
     "impatient": Profile(requests=12, delays=True, leaving=0.2, stalls=1, crashes=0.3, full=0.3, impatient=1.0),
+    "congested": Profile(requests=20, span_s=0.6, leaving=0.1, congested=1.0),
     "onesided": Profile(
         requests=30,
         span_s=8.0,

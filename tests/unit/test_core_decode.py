@@ -84,9 +84,18 @@ class Bench:
             staged=staged,
         )
 
-    def commit(self, now: float = 0.2, pieces: int = 2, key: TransferKey | None = None):
-        key = key or self.key()
-        message = Commit(key=key, num_pieces=pieces, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)
+    def commit(
+        self, now: float = 0.2, pieces: int = 2, key: TransferKey | None = None, *, waiting: tuple[int, ...] = ()
+    ):
+        message = Commit(
+            key=key or self.key(),
+            num_pieces=pieces,
+            first_token_pos=0,
+            num_tokens=6,
+            token_id=5,
+            token_index=0,
+            waiting=waiting,
+        )
         return self.done(self.leg.on_message(self.prefill, message, now), now)
 
     def piece(self, number: int) -> Piece:
@@ -169,6 +178,19 @@ def test_pieces_that_do_not_come_are_asked_for_once_then_the_request_is_lost(ben
     assert bench.leg.tick(5.2) == []
     assert said(bench.leg.tick(5.4), Committed)[0].missing == (1,)
     assert said(bench.done(bench.leg.tick(10.5), 10.5), Gone)[0].reason == "lost"
+
+
+def test_pieces_that_wait_at_the_sender_are_waited_for_as_long_as_it_says_so(bench):
+    bench.reserve()
+    bench.commit(0.2)
+    bench.arrives(0, 0.3)
+    for began in (0.3, 5.4, 10.5):
+        assert bench.leg.tick(began + 4.9) == []
+        assert said(bench.leg.tick(began + 5.1), Committed)[0].missing == (1,)
+        assert said(bench.commit(began + 5.1, waiting=(1,)), Committed) == [Committed(key=bench.key(), complete=False)]
+    assert said(bench.leg.tick(20.8), Committed)[0].missing == (1,)
+    assert said(bench.commit(20.8), Gone) == []  # an old copy of the Commit says nothing of what waits
+    assert said(bench.done(bench.leg.tick(26.0), 26.0), Gone)[0].reason == "lost"
 
 
 def test_pieces_are_not_asked_of_a_sender_that_is_gone(bench):
