@@ -28,7 +28,8 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     answer_wait_s: float = 1.0
     """Without an answer to Reserve: next candidate."""
     queued_wait_s: float = 5.0
-    """After Queued: next candidate."""
+    """After Queued: next candidate, if there is one. Without one the place in the queue is kept, and asked about again
+    after as long."""
     grant_idle_s: float = 5.0
     """While others wait for room: a grant for which no piece came for this long is taken back."""
     repeat_s: float = 0.5

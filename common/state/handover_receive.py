@@ -95,6 +95,8 @@ class PieceLedger:
     """Came damaged, and not right since."""
     asked: set[int] = field(default_factory=set)
     """Asked for once more already."""
+    spoiled: set[int] = field(default_factory=set)
+    """Came damaged at least once."""
     last_arrival: float = 0.0
 
     def add(self, piece: Piece, now: float) -> None:
@@ -105,8 +107,8 @@ class PieceLedger:
 
     def add_damaged(self, number: int, now: float) -> None:
         """A piece came that was not right."""
-        if number not in self.arrived:
-            self.damaged.add(number)
+        self.damaged.add(number)
+        self.spoiled.add(number)
         self.last_arrival = now
 
     def missing(self, commit: Commit) -> tuple[int, ...]:
@@ -123,7 +125,7 @@ class PieceLedger:
         return True
 
     def hear_of(self, waiting: Collection[int], now: float) -> None:
-        """The sender still has these, and they come in their turn: they count as not asked for."""
+        """Its sender has these, and they come in their turn: they count as not asked for."""
         if waiting:
             self.asked.difference_update(waiting)
             self.last_arrival = now

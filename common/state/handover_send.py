@@ -195,8 +195,8 @@ class HandoverSender:
         return [*self._give_again(), *self._say_waiting()]
 
     def on_peer_up(self, now: float) -> list[Action]:
-        """The link to the candidate is there now: ask at once."""
-        return self._send_reserve(now) if self.state is SendState.ASKING else []
+        """The link to the candidate is there now: ask at once. An answer may have been lost with an earlier one."""
+        return self._send_reserve(now) if self.state in (SendState.ASKING, SendState.QUEUED) else []
 
     def on_peer_lost(self, now: float) -> list[Action]:
         """The decode node's life ended."""
@@ -237,14 +237,15 @@ class HandoverSender:
     def tick(self, now: float, *, target_up: bool) -> list[Action]:
         """Repeat what was not answered; give up what waited too long."""
         since = now - self._asked_at
-        if self.state is SendState.ASKING and since > self.timers.answer_wait_s:
+        if self.state is SendState.ASKING and (since > self.timers.answer_wait_s or self._target_is_gone):
             return self.ask(now)
-        if self.state is SendState.QUEUED and since > self.timers.queued_wait_s:
+        if self.state is SendState.QUEUED and since > self.timers.queued_wait_s and self._has_other:
             self.failure = "no_room"
             return self.ask(now)
         if self.state is SendState.COMMITTING and since > self.timers.commit_wait_s:
             return self._fail("commit_unanswered", now)
-        repeat = target_up and now - self._sent_at >= self.timers.repeat_s
+        patience_s = self.timers.queued_wait_s if self.state is SendState.QUEUED else self.timers.repeat_s
+        repeat = target_up and now - self._sent_at >= patience_s
         if repeat and self.state in (SendState.ASKING, SendState.QUEUED):
             return self._send_reserve(now)
         if repeat and self.state is SendState.COMMITTING:
@@ -252,6 +253,17 @@ class HandoverSender:
         return []
 
     # -- inside
+
+    @property
+    def _target_is_gone(self) -> bool:
+        """Another life, or none, is known to be at the address of a candidate that was never linked."""
+        return self.target is not None and not self.peers.may_live(self.target)
+
+    @property
+    def _has_other(self) -> bool:
+        """A candidate that was not asked. Without one a place in the queue is kept: who gives it up begins at its end,
+        and whoever needs much would never come to its head again for long enough."""
+        return any(self.peers.may_live(candidate) for candidate in self.candidates)
 
     def _send_reserve(self, now: float) -> list[Action]:
         assert self.key is not None
@@ -313,11 +325,11 @@ class HandoverSender:
         """Into no slots: after the Commit no write is under way, so that they are free when nobody needs them more."""
         if self.state is not SendState.COMMITTED or self.complete or self.key is None:
             return []
-        return [self._give(piece, ()) for piece in self._plan.numbered(self._out.take_wanted(self.key))]
+        return [self._give(piece, ()) for piece in self._plan.numbered(self._out.ready(self.key))]
 
     def _say_waiting(self) -> list[Action]:
         """The decode node shall not give up what was asked for and still waits for its turn in the transport."""
-        waiting = () if self.key is None or self.complete else self._out.wanted(self.key)
+        waiting = () if self.key is None or self.complete else self._out.waiting(self.key)
         return [self._commit(waiting)] if waiting else []
 
     def _end_reading(self, key: TransferKey) -> list[Action]:
@@ -353,6 +365,5 @@ class HandoverSender:
             raise InvariantError("a Commit was sent before every write was confirmed")
         if not self._stop_owed <= set(self._out.keys):
             raise InvariantError("Abort(stopped) is owed for what nobody writes")
-        if self.state is SendState.COMMITTED and not self.complete:
-            self._out.check_invariants()
+        self._out.check_invariants()
         self._plan.check_invariants()

@@ -70,11 +70,13 @@ class Takeover:
         entry = self.entries.by_key.get(key)
         if entry is None or entry.ledger is None or number in entry.ledger.arrived:
             return []
+        if entry.state not in (ReceiveState.RESERVED, ReceiveState.OWNED):
+            return []
+        again = number in entry.ledger.spoiled
+        entry.ledger.add_damaged(number, now)
         if entry.state is ReceiveState.RESERVED:
-            entry.ledger.add_damaged(number, now)
-        elif entry.state is ReceiveState.OWNED:
-            return self._ask_again(entry, {number}, reason, now)
-        return []
+            return []
+        return self.entries.lose(entry, reason, now) if again else self._ask_again(entry, {number}, reason, now)
 
     def tick(self, entry: Entry, now: float) -> list[Action]:
         """Pieces that do not come are asked for once; then the request is lost here. While the sender says that they

@@ -68,7 +68,7 @@ class Ferry:
         if job.sender is None:
             return []
         actions = job.sender.progress(start, end, self.shape.num_layers, now)
-        return actions if job.is_record else actions + self.follow(job, self._pauses.go_on(job, now), now)
+        return actions if job.is_record else actions + self.follow(job, self._pauses.go_on(job, end, now), now)
 
     def on_prefilled(self, job: PrefillJob, event: Prefilled, now: float) -> list[Action]:
         """All is computed: the first token goes out, and the Commit when every piece is given."""
@@ -99,7 +99,7 @@ class Ferry:
             if job is not None and job.sender is not None and not job.is_record:
                 end = part.start_position + len(part.token_ids)
                 actions += job.sender.progress(part.start_position, end, layers, now)
-                actions += self.follow(job, self._pauses.go_on(job, now), now)
+                actions += self.follow(job, self._pauses.go_on(job, end, now), now)
                 self.jobs.sync_pin(job)
         if layers >= self.shape.num_layers:
             self._plans.pop(step_id, None)
@@ -148,7 +148,7 @@ class Ferry:
             return actions
         if sender.state is SendState.COMMITTED and job.state is JobState.COMPUTED:
             job.machine.move(JobEvent.HAND_OVER, now)
-            job.until = now + 2 * self.timers.piece_idle_s
+            self._keep_blocks(job, now)
             self.jobs.let_go_if_complete(job)
             return [*actions, reports.handed_over(job)]
         if sender.state is SendState.FAILED:
@@ -181,6 +181,11 @@ class Ferry:
             return False
         return self.jobs.held_blocks + job.num_blocks <= self.limits.held_share * self.num_blocks
 
+    def _keep_blocks(self, job: PrefillJob, now: float) -> None:
+        """After the hand-over pieces may be asked for again: for so long after anything was heard or sent of them."""
+        if job.state is JobState.HANDED:
+            job.until = now + 2 * self.timers.piece_idle_s
+
     # -- what transport, links and decode nodes say
 
     def on_transport(self, event: PieceSent | PiecesStopped | KvSendFailed, now: float) -> list[Action]:
@@ -197,6 +202,7 @@ class Ferry:
             case KvSendFailed(key, _):
                 actions = job.sender.on_send_failed(key, now)
         actions = self.follow(job, actions, now)
+        self._keep_blocks(job, now)
         self.jobs.let_go_if_complete(job)
         return actions + self.jobs.drop(job, now) if job.delisted else actions
 
@@ -217,8 +223,7 @@ class Ferry:
         if concerned is None or concerned.sender is None:
             return actions + self.decodes.unwanted(news.message)
         actions += self.follow(concerned, self.decodes.dispatch(concerned.sender, news.message, now), now)
-        if concerned.state is JobState.HANDED:
-            concerned.until = now + 2 * self.timers.piece_idle_s
+        self._keep_blocks(concerned, now)
         self.jobs.let_go_if_complete(concerned)
         return actions
 
@@ -236,7 +241,8 @@ class Ferry:
             up = job.sender.key is not None and self.decodes.is_up(job.sender.key.decode)
             repeated = job.sender.tick(now, target_up=up)
             return self.follow(job, repeated + self._pauses.tick(job, now), now)
-        if job.is_record and job.seq_id is not None and now > job.until:
+        waits = job.state is JobState.HANDED and job.pinned
+        if job.is_record and job.seq_id is not None and now > job.until and not waits:
             self.jobs.let_go(job)
         return []
 

@@ -93,6 +93,8 @@ class PrefillJob:
     """The worker wants no more of it; it stays only until the transport is done with its blocks."""
     paused_since: float | None = None
     """Since when no step has had anything of it, as far as was looked."""
+    num_releases: int = 0
+    """How often it gave its reservation back in a pause."""
     until: float = 0.0
     """Held KV, or source blocks of a hand-over that is not complete yet, are let go then."""
 

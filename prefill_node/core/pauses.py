@@ -11,6 +11,9 @@ from common.state.actions import Action
 from common.state.handover_send_table import SendState
 from prefill_node.core.job import JobState, PrefillJob
 
+RELEASES_AT_ONCE = 1
+"""After so many pauses room is asked for as soon as a prompt goes on."""
+
 
 @dataclass(slots=True)
 class Pauses:
@@ -28,12 +31,19 @@ class Pauses:
         elif job.paused_since is None:
             job.paused_since = now
         elif now - job.paused_since > self.pause_release_s:
-            return job.sender.release(now)
+            released = job.sender.release(now)
+            job.num_releases += bool(released)
+            return released
         return []
 
-    def go_on(self, job: PrefillJob, now: float) -> list[Action]:
-        """Something of it was computed: ask for room anew if it was given back."""
+    def go_on(self, job: PrefillJob, end: int, now: float) -> list[Action]:
+        """Positions up to `end` are computed or being computed: ask for room anew if it was given back.
+
+        Whoever asks anew sends all its KV anew. A prompt that pauses again and again asks when its last chunk is there.
+        """
         job.paused_since = None
         if job.sender is None or job.sender.state is not SendState.IDLE:
+            return []
+        if job.num_releases > RELEASES_AT_ONCE and end < job.spec.num_known:
             return []
         return job.sender.ask(now)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from common.errors import GenerationError, OverloadedError, UnavailableError
 from common.ids import RequestId
+from common.state.handover_send_table import SendState
 from common.state.staging_slots import StagingSlots
 from decode_node.core.leg import DecodeLeg
 from ops.simulate.model import EOS_TOKEN_ID, undisturbed
@@ -171,7 +172,7 @@ def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
     for node in world.nodes.values():
         for leg in node.core.legs if node.awake_for(within_s) else ():
             for _, sender in leg.jobs.aimed_at(gone.incarnation) if isinstance(leg, PrefillLeg) else ():
-                if sender.state in OPEN:
+                if sender.state in OPEN and sender.state is not SendState.ASKING:  # that has its own bound, of a second
                     return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"
     return None
 

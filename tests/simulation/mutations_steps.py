@@ -53,7 +53,7 @@ def _all_lacked(right: Patched) -> Patched:
 
 
 def _second_copy(_: Patched) -> Patched:
-    return lambda self, key: self._wanted.pop(key, set())
+    return lambda self, key: set(self._of(key).wanted)
 
 
 def _take_back_owned(right: Patched) -> Patched:
@@ -128,7 +128,7 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("one position too many counts as cached", "19", Admission, "acquire", _one_more_cached),
     Mutation("held KV does not go with the list", "22", JobTable, "drop", _keep_held, "full"),
     Mutation("pieces carry what is there already", "23", HandoverSender, "on_granted", _all_lacked),
-    Mutation("a piece is with the transport twice", "21", PiecesOut, "take_wanted", _second_copy, "impatient"),
+    Mutation("a piece is with the transport twice", "21", PiecesOut, "ready", _second_copy, "impatient"),
     Mutation("pieces that wait at their sender are lost", "25", PieceLedger, "hear_of", none, "congested"),
     Mutation("a failed hand-over moves nothing", "27", Reports, "_on_handover_failed", nothing, "full"),
     Mutation("what was taken back is granted anew", "28", EntryTable, "take_back", _forget_taken_back, "swap"),

@@ -213,9 +213,11 @@ class PrefillBench:
         granted = Granted(key=reserve.key, first_token=first_token, slots=slots)
         return self.hear(reserve.key.decode, granted, now)
 
-    def committed(self, key: TransferKey, now: float, *, complete: bool = True) -> list[Action]:
+    def committed(
+        self, key: TransferKey, now: float, *, complete: bool = True, missing: tuple[int, ...] = ()
+    ) -> list[Action]:
         """The decode node owns it."""
-        return self.hear(key.decode, Committed(key=key, complete=complete), now)
+        return self.hear(key.decode, Committed(key=key, complete=complete, missing=missing), now)
 
     # -- engine and transport
 

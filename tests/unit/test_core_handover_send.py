@@ -138,11 +138,34 @@ def test_a_piece_that_the_transport_still_has_is_not_given_to_it_a_second_time()
     assert sender.on_sent(key_of(sender), 0, 0.5) == []
     again = ask_again(sender, 0)
     assert pieces(again) == [0]  # it had gone out, and came to nothing
-    assert [commit.waiting for commit in messages(again, Commit)] == [(1,)]
+    assert [commit.waiting for commit in messages(again, Commit)] == [(0, 1)]
     assert sender.on_sent(key_of(sender), 1, 0.6) == []
     assert sender.pieces_in_flight == 1
     assert sender.on_sent(key_of(sender), 0, 0.7) == []
     assert sender.pieces_in_flight == 0
+
+
+def test_a_piece_is_given_a_second_time_and_no_third():
+    sender = committing()
+    for number in (0, 1):
+        sender.on_sent(key_of(sender), number, 0.3)
+    assert pieces(ask_again(sender, 1)) == [1]
+    again = ask_again(sender, 1)
+    assert pieces(again) == []
+    assert [commit.waiting for commit in messages(again, Commit)] == [(1,)]  # it waits behind others
+    sender.on_sent(key_of(sender), 1, 0.6)
+    assert ask_again(sender, 1) == []
+
+
+def test_a_piece_that_failed_the_second_time_is_not_given_again():
+    sender = committing()
+    for number in (0, 1):
+        sender.on_sent(key_of(sender), number, 0.3)
+    assert pieces(ask_again(sender, 1)) == [1]
+    assert sender.on_send_failed(key_of(sender), 0.6) == [StopPieces(key_of(sender))]
+    assert sender.on_stopped(key_of(sender)) == []
+    assert ask_again(sender, 1) == []
+    sender.check_invariants()
 
 
 def test_what_the_transport_lost_after_the_commit_is_given_again_when_it_has_stopped():
@@ -205,6 +228,38 @@ def test_no_candidate_left_is_no_room():
     sender.tick(2.2, target_up=True)
     assert (sender.state, sender.failure) == (SendState.FAILED, "no_room")
     sender.check_invariants()
+
+
+def test_a_place_in_a_queue_is_given_up_for_another_candidate_and_not_for_none():
+    """Who needs much would else never wait at the head of a queue for long enough."""
+    sender = make_sender()
+    sender.ask(0.0)
+    sender.on_queued(key_of(sender), 0.1)
+    assert messages(sender.tick(5.1, target_up=True), Reserve)
+    assert key_of(sender).decode == SECOND
+    sender.on_queued(key_of(sender), 5.2)
+    asked = key_of(sender)
+    assert [reserve.key for reserve in messages(sender.tick(30.0, target_up=True), Reserve)] == [asked]
+    assert (sender.state, sender.key) == (SendState.QUEUED, asked)
+    assert sender.on_granted(asked, 0, 31.0) == []
+    assert sender.state is SendState.GRANTED
+
+
+def test_what_is_queued_is_asked_about_when_the_link_is_there_again():
+    """The Granted may have been lost with the connection before."""
+    sender = make_sender()
+    sender.ask(0.0)
+    sender.on_queued(key_of(sender), 0.1)
+    assert [reserve.key for reserve in messages(sender.on_peer_up(0.3), Reserve)] == [key_of(sender)]
+
+
+def test_a_candidate_that_turns_out_to_be_gone_is_not_waited_for():
+    sender = make_sender()
+    sender.ask(0.0)
+    assert sender.tick(0.1, target_up=True) == []
+    sender.peers.dead.add(FIRST)
+    assert messages(sender.tick(0.2, target_up=True), Reserve)
+    assert key_of(sender).decode == SECOND
 
 
 # -- staging slots

@@ -4,6 +4,7 @@ import pytest
 
 from common.protocol.messages import Abort, Commit, HandoverFailed, Reserve
 from common.state.events import LayersDone
+from prefill_node.core.pauses import Pauses
 from tests.support.prefill_bench import DECODES, PrefillBench, request, said
 
 LONG, WORSE, BETTER = 100, 1, 2
@@ -51,6 +52,18 @@ def test_when_it_goes_on_the_same_node_is_asked_anew_and_nothing_is_computed_aga
     assert commit.key == reserve.key
     sent = sum(a.piece.token_end - a.piece.token_start for a in bench.pieces if a.piece.key == reserve.key)
     assert sent == LONG
+
+
+def test_after_a_second_pause_room_is_asked_for_with_the_last_chunk_alone(bench):
+    """Each time that room is asked for anew all its KV goes anew."""
+    job = next(job for job in bench.leg.jobs if job.job.request_id == request(WORSE))
+    assert job.sender is not None
+    pauses = Pauses(bench.leg.scheduler, pause_release_s=0.0)
+    for pause in (1, 2):
+        job.paused_since = pause
+        assert said(pauses.tick(job, pause + 0.5), Abort)
+        assert bool(said(pauses.go_on(job, 60, pause + 0.6), Reserve)) == (pause == 1)
+    assert said(pauses.go_on(job, LONG, 3.0), Reserve)
 
 
 def test_room_is_asked_for_while_its_chunk_is_computed(bench):

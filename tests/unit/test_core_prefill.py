@@ -386,13 +386,28 @@ def test_after_the_hand_over_blocks_stay_until_the_decode_node_has_every_piece(b
     assert bench.pool.num_held == 0
 
 
+def test_source_blocks_stay_while_their_pieces_wait_in_the_transport(bench):
+    reserve = said(bench.job(), Reserve)[0]
+    bench.grant(reserve, 0.2)
+    bench.step(0.3)
+    bench.committed(reserve.key, 0.4, complete=False)
+    bench.tick(60.0)
+    again = bench.committed(reserve.key, 60.1, complete=False, missing=(0,))
+    assert said(again, Commit)[0].waiting == (0,)
+    bench.sent(60.2)
+    asked = bench.committed(reserve.key, 60.3, complete=False, missing=(0,))
+    assert [action.piece.number for action in asked if isinstance(action, SendPiece)] == [0]
+
+
 def test_source_blocks_are_not_kept_for_ever_when_no_answer_comes(bench):
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
     bench.step(0.3)
     bench.committed(reserve.key, 0.4, complete=False)
     bench.sent(0.5)
-    bench.tick(0.5 + 2 * bench.timers.piece_idle_s)
+    bench.tick(0.4 + 2 * bench.timers.piece_idle_s)
+    assert bench.pool.num_held > 0
+    bench.tick(0.6 + 2 * bench.timers.piece_idle_s)
     assert bench.pool.num_held == 0
 
 
