@@ -257,6 +257,7 @@ def test_a_candidate_that_turns_out_to_be_gone_is_not_waited_for():
     sender = make_sender()
     sender.ask(0.0)
     assert sender.tick(0.1, target_up=True) == []
+    assert isinstance(sender.peers, Peers)
     sender.peers.dead.add(FIRST)
     assert messages(sender.tick(0.2, target_up=True), Reserve)
     assert key_of(sender).decode == SECOND

@@ -1,0 +1,55 @@
+"""A request that needs half of a decode node's room among many that need little: it is served, without any fault."""
+
+import random
+
+from common.config.protocol import Timers
+from common.sampling_params import SamplingParams
+from common.scheduling.scheduler_config import SchedulerConfig
+from ops.simulate.costs import CostModel
+from ops.simulate.model import EOS_TOKEN_ID
+from ops.simulate.node import NodeSpec
+from ops.simulate.worker import Stream, WorkerSpec
+from ops.simulate.world import World
+
+TIMERS = Timers(queued_wait_s=1.0)
+SMALL_EACH_S = 0.09
+SMALL, LARGE = 40, 1000
+"""Prompt tokens; the decode node has room for 1,600."""
+
+
+def node(name: str, num_blocks: int, step_s: float) -> NodeSpec:
+    return NodeSpec(
+        name=name,
+        roles=("prefill",) if name == "P0" else ("decode",),
+        num_blocks=num_blocks,
+        timers=TIMERS,
+        layer_token_bytes=64,
+        scheduler=SchedulerConfig(eos_token_ids=frozenset({EOS_TOKEN_ID}), max_step_tokens=256, max_running=64),
+        costs=CostModel(step_s=step_s, kv_bytes_per_s=1e9),
+    )
+
+
+def test_a_large_request_is_served_under_a_steady_load_of_small_ones():
+    world, rng, small = World(3), random.Random(5), list[Stream]()
+    world.start_node(node("P0", 4000, 0.004))
+    world.start_node(node("D0", 400, 0.1))
+    worker = world.start_worker(WorkerSpec(name="W0", timers=TIMERS))
+
+    def ask(length: int, max_new_tokens: int) -> Stream:
+        prompt = tuple(rng.randrange(3, 60) for _ in range(length))
+        sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, seed=1, do_sample=True)
+        return world.send_request(worker, prompt, sampling, timeout_s=20.0)
+
+    def ask_small() -> None:
+        small.append(ask(SMALL, 20))
+        world.loop.after(SMALL_EACH_S, ask_small)
+
+    world.loop.at(1.0, ask_small)
+    world.loop.run_until(9.0)
+    large = ask(LARGE, 8)
+    world.loop.run_until(30.0)
+    assert large.end is not None
+    assert (large.end.outcome, large.end.attempts) == ("length", 1)
+    ended = [stream.end.outcome for stream in small if stream.end is not None]
+    assert len(ended) > 100
+    assert set(ended) == {"length"}
