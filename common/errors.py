@@ -59,6 +59,10 @@ class OutOfSocketsError(KvferryError):
 
     retryable = True
 
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(f"no {what}: {reason} (see ulimit -n)")
+        self.reason = reason
+
 
 class ProtocolError(KvferryError):
     """A peer sent something that the control protocol does not allow."""

@@ -8,7 +8,9 @@ the memory, and the kernel frees the lock with the process. The owner closes a l
 itself: then the life is gone, or has let go, and never comes back. Time proves nothing: a stopped process goes on.
 """
 
+import errno
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError
 from common.ids import Incarnation
 
+_LOG = logging.getLogger("kvferry.kv")
 SCHEME = "shm://"
 _HEADER_BYTES = mmap.PAGESIZE
 _TOKEN_BYTES = 16
@@ -24,6 +27,7 @@ _F_OFD_SETLK = 37
 """fcntl(2); Python's fcntl has no name for it."""
 _FLOCK = "hhqqi4x"
 """struct flock: type, whence, start, length, pid."""
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def host_prefix() -> str:
@@ -118,14 +122,17 @@ class ShmReach:
         self._peers: dict[Incarnation, _Mapped] = {}
 
     def open(self, peer: Incarnation, place: str) -> None:
-        """See SlotReach. Not there any more, another's, or refused: it stays out of reach."""
+        """See SlotReach. Not there any more, another's, refused, or no descriptor for it: it stays out of reach."""
         if peer in self._peers:
             return
         try:
             where = _Place.parse(place)
             self._peers[peer] = self._mapped(where)
-        except (OSError, ValueError):
+        except ValueError:
             return
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                _LOG.warning("staging slots are out of reach, KV goes in messages: %s", error.strerror)
 
     def fits(self, peer: Incarnation, num_bytes: int) -> bool:
         """See SlotReach."""
@@ -167,10 +174,12 @@ class ShmReach:
 
 
 def _try_lock(fd: int, life: Incarnation) -> bool:
-    """Take the lock of a life for this open file, or see that another has it."""
+    """Take the lock of a life for this open file, or see that another has it or that it cannot be had now."""
     start = int(life[:15], 16)
     try:
         fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0))
-    except (BlockingIOError, PermissionError):
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOLCK):  # the last: the kernel has no room for it
+            raise
         return False
     return True

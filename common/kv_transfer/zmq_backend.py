@@ -158,10 +158,7 @@ class ZmqKvMover:
 
     def _make_link(self) -> tuple[LinkSocket, LinkMonitor]:
         link = LinkSocket(self._context, self._own, self._options)
-        monitor = LinkMonitor(self._context, link)
-        link.open()
-        monitor.open()
-        return link, monitor
+        return link, LinkMonitor(self._context, link)
 
     def _run(self) -> None:
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.errors import ConfigError, ProtocolError
+from common.errors import ConfigError, OutOfSocketsError, ProtocolError
 from common.ids import Incarnation, TransferKey
 from common.kv_transfer.interface import BlockBytes, KvEnd
 from common.kv_transfer.send_queue import Outgoing, SendQueue, Window
@@ -21,7 +21,7 @@ from common.protocol.messages import Credit, Envelope, Piece
 from common.protocol.wire import decode, encode
 from common.state.events import KvSendFailed, PieceSent, PiecesStopped
 from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
+from common.transport.monitor import LinkEvent, LinkMonitor, connect_watched
 from common.transport.poll_loop import PollLoop
 
 _LOG = logging.getLogger("kvferry.kv")
@@ -29,7 +29,7 @@ BATCH = 8
 """Pieces sent before receiving gets its turn."""
 
 MakeLink = Callable[[], tuple[LinkSocket, LinkMonitor]]
-"""A link that is open, not yet connected, with its monitor."""
+"""A link with its monitor, neither of them open yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ZmqSender:
     def open(self, peer: Incarnation, endpoint: str, staging: str) -> None:
         """Connect to a peer, anew when its endpoint has changed. To a wrong endpoint every piece will fail.
 
-        An endpoint whose key is not allowed is tried again with each piece: it may be by then.
+        What failed is tried again with each piece: a key may be allowed by then, or a descriptor free.
         """
         self._connect(peer, endpoint)
         if staging:
@@ -81,16 +81,14 @@ class ZmqSender:
         if route is not None and route.endpoint == endpoint:
             return
         told = self._unconnected.get(peer) == endpoint
-        self.close_peer(peer)
+        self._close_connection(peer)
         link, monitor = self._make_link()
         try:
-            link.connect(endpoint)
-        except ConfigError as error:  # it came from another process
+            connect_watched(link, monitor, endpoint)
+        except (ConfigError, OutOfSocketsError) as error:  # the endpoint came from another process
             if not told:
                 _LOG.warning("no KV can be sent: %s", error)
             self._unconnected[peer] = endpoint
-            monitor.close()
-            link.close()
             return
         self._routes[peer] = _Route(endpoint, link, monitor)
         self._queue.open(peer)
@@ -98,10 +96,14 @@ class ZmqSender:
         self._loop.add(monitor, lambda: self._on_monitor(peer, link, monitor))
 
     def close_peer(self, peer: Incarnation) -> None:
-        """Close the link to a peer and drop what waits for it."""
+        """Close the link to a peer, let go of its slots, and drop what waits for it."""
+        self._reach.close(peer)
+        self._close_connection(peer)
+
+    def _close_connection(self, peer: Incarnation) -> None:
+        """As `close_peer`, but its slots stay in reach: for another connection to the same life."""
         self._unconnected.pop(peer, None)
         self._disconnect(peer)
-        self._reach.close(peer)
         for key in self._queue.close(peer):
             self._end.post(PiecesStopped(key))
 

@@ -1,5 +1,6 @@
 """How a node watches its client links: in its poll loop, with probes in short-lived threads."""
 
+import logging
 import threading
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from common.transport.monitor import LinkEvent, LinkMonitor
 from common.transport.poll_loop import PollLoop
 from common.transport.probe import ProbeResult, probe
 
+_LOG = logging.getLogger("kvferry.links")
+
 
 class PollWatcher:
     """Implements `common.transport.client_links.Watcher` for one control thread."""
@@ -17,6 +20,7 @@ class PollWatcher:
     def __init__(self, loop: PollLoop, call_in_loop: Callable[[Callable[[], None]], None]) -> None:
         self._loop = loop
         self._call_in_loop = call_in_loop
+        self._told_no_thread = False
 
     def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
         """Call back with each message."""
@@ -41,10 +45,16 @@ class PollWatcher:
         return lambda: self._loop.remove(monitor)
 
     def probe(self, endpoint: str, timeout_s: float, on_result: Callable[[ProbeResult], None]) -> None:
-        """Probe in a thread: a name may take long to resolve."""
+        """Probe in a thread: a name may take long to resolve. No thread to be had: nothing is found out."""
 
         def run() -> None:
             result = probe(endpoint, timeout_s)
             self._call_in_loop(lambda: on_result(result))
 
-        threading.Thread(target=run, name="probe", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="probe", daemon=True).start()
+        except RuntimeError as error:
+            if not self._told_no_thread:
+                self._told_no_thread = True
+                _LOG.warning("%s cannot be probed: %s", endpoint, error)
+            self._call_in_loop(lambda: on_result(ProbeResult.UNKNOWN))

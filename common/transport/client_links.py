@@ -18,7 +18,7 @@ from common.protocol.wire import Frame, decode, encode
 from common.state.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received
 from common.transport.context import TransportContext
 from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
+from common.transport.monitor import LinkEvent, LinkMonitor, connect_watched
 from common.transport.options import SocketOptions
 from common.transport.outbox import SendResult
 from common.transport.probe import ProbeResult
@@ -95,15 +95,11 @@ class ClientLinks:
         link = LinkSocket(self._context, self._own, self._options)
         monitor = LinkMonitor(self._context, link)
         try:
-            link.open()
-            monitor.open()
-            link.connect(endpoint)
+            connect_watched(link, monitor, endpoint)
         except (ConfigError, OutOfSocketsError) as error:
             if self._unconnected.get(endpoint) != str(error):
                 self._log.warning("%s", error)
             self._unconnected[endpoint] = str(error)
-            monitor.close()
-            link.close()
             return
         self._unconnected.pop(endpoint, None)
         closers = (

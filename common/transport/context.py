@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Iterator
 
 import zmq
 
@@ -22,6 +23,17 @@ _LOG = logging.getLogger("kvferry.security")
 
 MAX_SOCKETS = 16384
 """A router worker holds a socket per node; ZeroMQ's own default of 1023 is too few for a large cluster."""
+
+
+@contextlib.contextmanager
+def making(description: str) -> Iterator[None]:
+    """What ZeroMQ cannot make in here for want of a descriptor, or of a socket of its own, is an OutOfSocketsError."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OutOfSocketsError(description, error.strerror) from None
 
 
 class TransportContext:
@@ -47,12 +59,8 @@ class TransportContext:
                 self._owner_pid = os.getpid()
             elif self._owner_pid != os.getpid():
                 raise InvariantError("a ZeroMQ context does not survive a fork: make it in the child")
-            try:
+            with making(description):
                 socket = self._context.socket(kind)
-            except zmq.ZMQError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                raise OutOfSocketsError(f"no {description}: {error.strerror} (see ulimit -n)") from None
             socket.setsockopt(zmq.LINGER, 0)
             self._open[socket] = description
             return socket

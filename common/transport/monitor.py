@@ -12,8 +12,10 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from common.errors import OutOfSocketsError
 from common.transport import nowait
-from common.transport.context import TransportContext
+from common.transport.context import TransportContext, making
+from common.transport.link_socket import LinkSocket
 from common.transport.nowait import RECEIVE_BATCH
 from common.transport.own_socket import OwnSocket
 
@@ -63,15 +65,19 @@ class LinkMonitor(OwnSocket):
         self._link = link
 
     def open(self) -> None:
-        """Start to watch. Belongs to the thread that owns the link."""
+        """Start to watch. Belongs to the thread that owns the link. OutOfSocketsError: it is closed still."""
         self._demand_new()
         address = f"inproc://link-monitor-{os.urandom(8).hex()}"
-        socket = self._context.open_socket(zmq.PAIR, "link monitor")
-        # Without a bound: ZeroMQ's IO thread would wait in sending an event to a full monitor.
-        socket.setsockopt(zmq.RCVHWM, 0)
-        self._link.poll_handle.monitor(address, sum(_EVENTS))
-        socket.connect(address)
-        self._socket = socket
+        self._socket = socket = self._context.open_socket(zmq.PAIR, "link monitor")
+        try:
+            # Without a bound: ZeroMQ's IO thread would wait in sending an event to a full monitor.
+            socket.setsockopt(zmq.RCVHWM, 0)
+            with making("link monitor"):  # the link gets a socket of ZeroMQ's own, which tells of its events
+                self._link.poll_handle.monitor(address, sum(_EVENTS))
+            socket.connect(address)
+        except BaseException:
+            self.close()
+            raise
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[LinkEvent]:
         """Events since the last call, oldest first."""
@@ -85,3 +91,17 @@ class LinkMonitor(OwnSocket):
         if self.is_open and self._link.is_open:
             self._link.poll_handle.monitor(None, 0)
         super().close()
+
+
+def connect_watched(link: LinkSocket, monitor: LinkMonitor, endpoint: str) -> None:
+    """Open a link and its monitor, and connect. ConfigError or OutOfSocketsError: both are closed again."""
+    try:
+        link.open()
+        monitor.open()
+        link.connect(endpoint)
+    except BaseException as error:
+        monitor.close()
+        link.close()
+        if isinstance(error, OutOfSocketsError):  # which of its sockets lacked may differ each time it is tried
+            raise OutOfSocketsError(f"link to {endpoint}", error.reason) from None
+        raise

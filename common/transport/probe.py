@@ -22,7 +22,7 @@ class ProbeResult(Enum):
     UNREACHABLE = "unreachable"
     """No route, no such name: says nothing about the process."""
     UNKNOWN = "unknown"
-    """`inproc` cannot be probed."""
+    """Not tried: `inproc` cannot be probed, nor anything without a thread for it."""
 
 
 def probe(endpoint: str, timeout_s: float) -> ProbeResult:

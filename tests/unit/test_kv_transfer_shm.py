@@ -1,15 +1,19 @@
 """Staging slots in shared memory: who reaches them, how a life is refused, and that nothing of them is left."""
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from common.clock import Clock, ManualClock
 from common.config.protocol import Limits
 from common.errors import ConfigError
 from common.ids import Incarnation, new_incarnation
@@ -105,6 +109,39 @@ def test_a_life_that_maps_the_memory_is_refused_only_when_it_has_let_go_and_then
     assert slots.refuse(WRITER)
 
 
+def test_memory_that_no_descriptor_is_left_for_is_out_of_reach_and_told_of(
+    slots: ShmSlots, reach: ShmReach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    place = slots.open()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(os, "open", refuse)
+        reach.open(OWNER, place)
+    assert not reach.fits(OWNER, 1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "staging slots are out of reach, KV goes in messages: Too many open files"
+    ]
+    reach.open(OWNER, place)  # with the next Welcome
+    assert reach.fits(OWNER, SLOT_BYTES)
+
+
+def test_a_lock_that_the_kernel_has_no_room_for_is_asked_for_again(
+    slots: ShmSlots, reach: ShmReach, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    place = slots.open()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(fcntl, "fcntl", refuse)
+        assert not slots.refuse(WRITER)
+        reach.open(OWNER, place)
+        assert not reach.fits(OWNER, 1)
+    assert slots.refuse(WRITER)
+
+
 def test_without_memory_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
@@ -186,7 +223,15 @@ def test_memory_of_a_killed_process_has_no_name_and_goes_with_the_last_who_maps_
 class Node:
     """One process life with a cache and a mover that shares memory."""
 
-    def __init__(self, context: TransportContext, name: str, *, num_slots: int = 4, checksum: bool = True) -> None:
+    def __init__(
+        self,
+        context: TransportContext,
+        name: str,
+        *,
+        num_slots: int = 4,
+        checksum: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
         self.me = new_incarnation()
         self.cache = MemoryCache()
         self.posted = Posted()
@@ -201,6 +246,7 @@ class Node:
             window=WINDOW,
             memory=ShmSlots(num_slots, SLOT_BYTES),
             reach=ShmReach(self.me),
+            clock=clock,
         )
         self.endpoint = self.mover.start()
 
@@ -313,3 +359,26 @@ def test_a_session_is_closed_when_its_life_has_let_go(prefill: Node, decode: Nod
         return SessionClosed(prefill.me) in decode.posted.all()
 
     wait_until(closed)
+
+
+def test_slots_of_a_node_that_took_nothing_for_a_while_are_used_again(context: TransportContext, decode: Node):
+    clock, go_on = ManualClock(), threading.Event()
+    prefill = Node(context, "impatient", clock=clock)
+    joined(prefill, decode)
+    decode.cache.before_write = lambda: go_on.wait(DEADLINE_S)
+    stalled, pieces = pieces_of(prefill, decode, 1)
+    decode.mover.expect(stalled, TABLE, 2, (1,))
+    prefill.mover.send(pieces[0], TABLE, (1,))
+    wait_until(lambda: prefill.posted.of(PieceSent))
+    clock.advance(WINDOW.stall_s)
+    prefill.mover.stop(key_between(prefill.me, OTHER))  # it looks at the clock
+    wait_until(lambda: prefill.posted.of(KvSendFailed))
+    assert prefill.posted.of(KvSendFailed) == [KvSendFailed(stalled, "the node takes no KV")]
+    go_on.set()
+    key, pieces = pieces_of(prefill, decode, 3, number=2)
+    decode.mover.expect(key, TABLE, 2, (2,))
+    for piece in pieces:
+        prefill.mover.send(piece, TABLE, (2,))
+    wait_until(lambda: len(decode.posted.of(PieceArrived)) == 4)
+    assert decode.mover.counts()[1]["staged"] == 4
+    prefill.close()
