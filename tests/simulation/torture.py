@@ -133,7 +133,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.torture", description=__doc__)
     parser.add_argument("--seeds", type=positive, help="in all runs together (10,000 without --minutes)")
     parser.add_argument("--minutes", type=above_zero, help="this run ends then")
-    parser.add_argument("--profile", default="each", choices=[*PROFILES, "each"], help="(each: one of all for each seed)")
+    parser.add_argument("--profile", default="each", choices=[*PROFILES, "each"], help="(each: one of all a seed)")
     parser.add_argument("--jobs", type=positive, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
     parser.add_argument("--fresh", action="store_true", help="forget earlier runs")
     parser.add_argument("--out", type=Path, default=Path("build/torture"))
