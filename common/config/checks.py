@@ -31,6 +31,8 @@ _NOT_ABOVE = (("backoff_min_s", "backoff_max_s"), ("reconnect_min_s", "reconnect
 _LONGEST_S = 1e9
 _SHORTEST_S = 0.001
 _LEAST_HEADER_BYTES = 65_536
+_LEAST_PIECE_BYTES = 65_536
+"""A Commit counts to a million: of smaller pieces a long prompt would have more."""
 _ID_BYTES = 4
 _LARGEST = 2**53
 _MOST = {
@@ -153,6 +155,8 @@ def _check_limits(limits: Limits) -> None:
             raise ConfigError(f"limits.{name}: expected at least 1, got {value}")
     if limits.header_max_bytes < _LEAST_HEADER_BYTES:
         raise ConfigError(f"limits.header_max_bytes: expected at least {_LEAST_HEADER_BYTES}")
+    if limits.piece_target_bytes < _LEAST_PIECE_BYTES:
+        raise ConfigError(f"limits.piece_target_bytes: expected at least {_LEAST_PIECE_BYTES}")
     if limits.piece_target_bytes > limits.piece_max_bytes:
         raise ConfigError("limits.piece_target_bytes: must not be above limits.piece_max_bytes")
     if limits.transfers_per_peer > limits.transfers_per_node:

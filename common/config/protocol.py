@@ -113,7 +113,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     piece_max_bytes: int = 268_435_456
     """One piece of KV."""
     piece_target_bytes: int = 1_048_576
-    """Layers are grouped until a piece has about this size."""
+    """Layers are grouped, or the tokens of one layer parted, until a piece has about this size."""
     queued_reservations: int = 256
     """Reservations a decode node lets wait for room."""
     queued_requests: int = 1024

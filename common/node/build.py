@@ -11,7 +11,7 @@ from common.config.protocol import Limits, Timers
 from common.config.resolve import NodeSettings
 from common.device.base import Device
 from common.engine.host_cache import HostCache
-from common.engine.kv_cache import KvCache, num_blocks_for
+from common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.engine.staging import Landing
@@ -26,7 +26,7 @@ from common.model_info import Compatibility, ModelInfo
 from common.models.load import LoadedModel
 from common.node.engine_thread import EngineThread, StepRunner
 from common.node.graphs import GraphPlan, plan_graphs, record_graphs
-from common.node.kv_memory import kv_cache_bytes, swap_bytes
+from common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
 from common.node.shell import NodeParts, NodeShell
 from common.parallel.collectives import ALONE
 from common.protocol.messages import PROTOCOL_VERSION
@@ -104,7 +104,7 @@ class NodeBuilder:
     def build(self) -> NodeShell:
         """Allocate the KV cache and put the shell together; with a team, wait until all ranks have done so.
 
-        ConfigError when not even one request would fit; RankLostError when a rank is gone.
+        ConfigError when not even one request, or one token in a piece, would fit; RankLostError when a rank is gone.
         """
         settings, around = self._settings, self._around
         plan = plan_graphs(settings, self._loaded, self._device)
@@ -175,6 +175,7 @@ class NodeBuilder:
         of_rank = kv_cache_bytes(settings, self._device, free_bytes - plan.num_bytes)
         num_bytes = of_rank * settings.tensor_parallel
         num_blocks = num_blocks_for(of_rank, specs, layers, block_size) - plan.num_scratch_blocks
+        check_piece_bytes(self._around.limits, bytes_per_token(specs, 1))
         needed = -(-self._loaded.info.max_model_len // block_size) + 1
         if num_blocks < needed:
             raise ConfigError(

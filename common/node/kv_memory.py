@@ -1,7 +1,9 @@
 """How much memory KV takes on each rank of a node, on the device and on the host. Arithmetic; allocates nothing."""
 
+from common.config.protocol import Limits
 from common.config.resolve import NodeSettings
 from common.device.base import Device
+from common.errors import ConfigError
 
 _SWAP_SHARE = 0.1
 """Of the KV cache, where swap_bytes is worked out."""
@@ -24,3 +26,11 @@ def swap_bytes(settings: NodeSettings, device: Device, cache_bytes: int) -> int:
     if device.name == "cpu":
         return 0
     return min(int(cache_bytes * _SWAP_SHARE), settings.swap_bytes_most // settings.tensor_parallel)
+
+
+def check_piece_bytes(limits: Limits, layer_token_bytes: int) -> None:
+    """ConfigError when not even one token of one layer would fit into a piece."""
+    if limits.piece_max_bytes < layer_token_bytes:
+        raise ConfigError(
+            f"limits.piece_max_bytes: expected at least {layer_token_bytes}, one token of one layer of this model"
+        )

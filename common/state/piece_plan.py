@@ -22,6 +22,10 @@ class KvShape:
         """How many layers make a piece of about the target."""
         return max(1, min(self.num_layers, target_bytes // max(1, num_tokens * self.layer_token_bytes)))
 
+    def tokens_per_piece(self, target_bytes: int) -> int:
+        """How many tokens of one layer make a piece of about the target."""
+        return max(1, target_bytes // self.layer_token_bytes)
+
 
 @dataclass(slots=True)
 class _Region:
@@ -91,17 +95,20 @@ class PiecePlan:
             raise InvariantError("pieces are not numbered from 0 on")
 
     def _cut_region(self, key: TransferKey, region: _Region) -> list[Piece]:
+        """Groups of layers; where one layer is above the target (a long cached prefix), parts of one layer."""
         pieces: list[Piece] = []
         start = max(region.token_start, self.first_token_pos)
         if start >= region.token_end:
             region.layers_sent = region.layers_done
             return pieces
         group = self.shape.layers_per_piece(region.token_end - start, self.target_bytes)
+        step = self.shape.tokens_per_piece(self.target_bytes)  # all of them where a layer is not above the target
         while region.layers_sent < region.layers_done:
             end = min(region.layers_sent + group, region.layers_done)
             if end - region.layers_sent < group and region.layers_done < self.shape.num_layers:
                 break
-            pieces.append(self._new_piece(key, region.layers_sent, end, start, region.token_end))
+            for at in range(start, region.token_end, step):
+                pieces.append(self._new_piece(key, region.layers_sent, end, at, min(at + step, region.token_end)))
             region.layers_sent = end
         return pieces
 

@@ -61,7 +61,9 @@ class Takeover:
         if entry is None or entry.ledger is None or entry.state is ReceiveState.RUNNING or entry.is_record:
             return Started([], [])
         entry.ledger.add(piece, now)
-        if entry.commit is None or entry.ledger.missing(entry.commit):
+        if entry.commit is None or len(entry.ledger.arrived) < entry.commit.num_pieces:
+            return Started([], [])  # what is missing is looked up once, not for each of thousands of pieces
+        if entry.ledger.missing(entry.commit):
             return Started([], [])
         return self._complete(entry, now)
 

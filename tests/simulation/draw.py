@@ -134,7 +134,7 @@ class _Drawer:
     def _limits(self) -> Limits:
         rng = self.rng
         limits = Limits(
-            piece_target_bytes=rng.choice((1024, 4096, 16384)),
+            piece_target_bytes=rng.choice((8192, 16384, 65536)),
             transfers_per_peer=rng.choice((1, 4)),
             replan_tokens=REPLAN_TOKENS,
             slots_per_transfer=self.slots_per_transfer,

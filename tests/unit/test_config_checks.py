@@ -43,6 +43,7 @@ def load_set(*texts: str) -> ClusterConfig:
         (["limits.held_share=1.5"], "limits.held_share"),
         (["limits.max_attempts=0"], "limits.max_attempts"),
         (["limits.piece_target_bytes=1000000000"], "limits.piece_target_bytes"),
+        (["limits.piece_target_bytes=65535"], "limits.piece_target_bytes"),
         (["limits.transfers_per_peer=17"], "limits.transfers_per_peer"),
         (["serve.restart_min_s=11"], "serve.restart_min_s"),
         (["node.kv_transports=['shm']"], "node.kv_transports"),

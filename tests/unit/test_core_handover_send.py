@@ -29,7 +29,8 @@ class Peers:
         return True
 
 
-def make_sender(num_layers: int = 2) -> HandoverSender:
+def make_sender(num_layers: int = 2, target_bytes: int = 6 * 1024) -> HandoverSender:
+    """One layer of its six tokens makes a piece."""
     reserve = Reserve(
         key=TransferKey(RequestId("a" * 32), 1, 0, ME, Incarnation("")),
         transfer_no=0,
@@ -49,7 +50,7 @@ def make_sender(num_layers: int = 2) -> HandoverSender:
         candidates=[Candidate(incarnation=peer, name="d", endpoint="e") for peer in (FIRST, SECOND)],
         shape=KvShape(num_layers, 1024),
         timers=Timers(),
-        limits=Limits(piece_target_bytes=1024),
+        limits=Limits(piece_target_bytes=target_bytes),
         new_transfer_no=lambda: next(numbers),
         peers=Peers(),
         deadline=60.0,
@@ -89,11 +90,26 @@ def test_commit_goes_out_when_every_layer_of_every_chunk_was_given():
     sender = granted(make_sender())
     assert pieces(sender.progress(0, 4, 1, 0.2)) == [0]
     assert pieces(sender.progress(0, 4, 2, 0.3)) == [1]
-    assert pieces(sender.progress(4, 6, 1, 0.4)) == [2]
+    assert pieces(sender.progress(4, 6, 1, 0.4)) == []  # two layers of so few tokens make a piece
     assert messages(sender.token_known(TOKEN, 0.5), Commit) == []
     last = sender.progress(4, 6, 2, 0.6)
-    assert pieces(last) == [3]
-    assert messages(last, Commit)[0].num_pieces == 4
+    assert pieces(last) == [2]
+    assert messages(last, Commit)[0].num_pieces == 3
+
+
+def test_a_long_prefix_that_was_cached_goes_in_parts_of_a_layer():
+    """One layer of it may be larger than any piece can be."""
+    sender = granted(make_sender(target_bytes=4 * 1024))
+    sender.token_known(TOKEN, 0.1)
+    given = sender.progress(0, 6, 2, 0.2)
+    parts = [action.piece for action in given if isinstance(action, SendPiece)]
+    assert [(part.layer_start, part.layer_end, part.token_start, part.token_end, part.num_bytes) for part in parts] == [
+        (0, 1, 0, 4, 4096),
+        (0, 1, 4, 6, 2048),
+        (1, 2, 0, 4, 4096),
+        (1, 2, 4, 6, 2048),
+    ]
+    assert messages(given, Commit)[0].num_pieces == 4
 
 
 def test_what_the_decode_node_has_is_not_sent():

@@ -148,7 +148,7 @@ def test_a_request_for_one_token_reserves_nothing(bench):
 
 def test_room_is_asked_for_at_the_start_and_pieces_go_layer_by_layer():
     """Rules 18 and 20: the transfer is hidden behind the computing."""
-    bench = PrefillBench(Limits(piece_target_bytes=1024))
+    bench = PrefillBench(Limits(piece_target_bytes=6 * 1024))
     bench.link_up()
     reserve = said(bench.job(), Reserve)[0]
     assert len(bench.steps) == 1
@@ -189,7 +189,7 @@ def test_transfers_under_way_of_one_node_are_bounded():
 
 def test_a_candidate_that_refuses_costs_no_recompute():
     """Rules 20 and 27: the next one gets everything again, what the first one got as well."""
-    bench = PrefillBench(Limits(piece_target_bytes=1024))
+    bench = PrefillBench(Limits(piece_target_bytes=6 * 1024))
     bench.link_up()
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)

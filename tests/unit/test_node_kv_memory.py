@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from common.config.host import HostFacts
+from common.config.protocol import Limits
 from common.config.resolve import NodeSettings, resolve_node
 from common.config.schema import ClusterConfig
-from common.node.kv_memory import kv_cache_bytes, swap_bytes
+from common.errors import ConfigError
+from common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
 from tests.support.paged_device import PagedDevice
 
 FREE = 10_000_000_000
@@ -61,3 +63,10 @@ def test_a_tenth_of_the_cache_is_swapped_to_unless_the_host_has_less(
 def test_a_cpu_swaps_only_when_told_to() -> None:
     assert swap_bytes(SETTINGS, PagedDevice(), 10_000_000) == 0
     assert swap_bytes(replace(SETTINGS, swap_bytes=5), PagedDevice(), 10_000_000) == 5
+
+
+def test_a_piece_holds_one_token_of_one_layer_at_least() -> None:
+    limits = Limits(piece_max_bytes=65_536, piece_target_bytes=65_536)
+    check_piece_bytes(limits, 65_536)
+    with pytest.raises(ConfigError, match="piece_max_bytes"):
+        check_piece_bytes(limits, 65_537)
