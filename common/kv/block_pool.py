@@ -6,7 +6,9 @@ holder, before it is published to the prefix cache. Holders are ints (seq_ids).
 
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from common.errors import InvariantError
 from common.kv.hashing import chain_bytes, root, token_bytes
@@ -22,6 +24,17 @@ class BlockTable:
     block_ids: tuple[int, ...]
     num_cached_tokens: int
     """Positions below this have their KV already: a multiple of the block size."""
+
+
+@dataclass(slots=True)
+class Tries:
+    """What `acquire` found out about ids that wait for room, kept by whoever asks for them, so that the next try need
+    not find it out again. For one pool and for ids that do not change."""
+
+    contents: list[Content] = field(default_factory=list)
+    """Of the leading whole blocks, as far as a try has looked; let go of when there was room."""
+    refused: tuple[int, ...] | None = None
+    """What the last one without room asked for, and the pool's counts of what can make room."""
 
 
 @dataclass(slots=True)
@@ -45,7 +58,8 @@ class BlockPool:
         self.prompt_tokens = 0
         """Total since start, likewise: what was asked for."""
         self.num_releases = 0
-        """Total since start. While it stands, an `acquire` that found no room need not be tried again."""
+        """Total since start. While it stands, an `acquire` that found no room finds only what is published since."""
+        self._num_publications = 0
         self._caching = prefix_caching
         self._root = root(model_identity)
         self._cache = PrefixCache()
@@ -114,24 +128,33 @@ class BlockPool:
         extra_tokens: int = 0,
         keep_free: int = 0,
         counted: bool = True,
+        tries: Tries | None = None,
     ) -> BlockTable | None:
         """Blocks for len(token_ids) + extra_tokens positions; all or nothing.
 
         Leading whole blocks within max_cached_tokens that the prefix cache has are shared. None: it would leave fewer
         than keep_free blocks free; nothing changed then. `counted`: whether the totals of hits and prompts count it.
+        `tries`: those before, if there may be more than one.
+
+        A refusal stands while the same is asked for and nothing is released or published: a hit that somebody holds
+        takes nothing of what is free. All else takes as many of the free as it makes hits held, or more.
         """
         if holder in self._holdings:
             raise InvariantError(f"holder {holder} has a table already")
+        tries = tries or Tries()
+        attempt = (max_cached_tokens, extra_tokens, keep_free, self.num_releases, self._num_publications)
+        if tries.refused == attempt:
+            return None
         num_blocks = self.blocks_for(len(token_ids) + extra_tokens)
-        if num_blocks - self._max_hits(token_ids, max_cached_tokens) > self.num_free - keep_free:
-            return None  # no number of hits can help: spares the hashing while the pool is full
-        hits, digests = self._lookup(token_ids, max_cached_tokens)
-        if num_blocks - self._num_held_by_others(hits) > self.num_free - keep_free:
+        hits = self._hits_in_room(num_blocks, token_ids, max_cached_tokens, self.num_free - keep_free, tries)
+        if hits is None:
+            tries.refused = attempt
             return None
         for block in hits:
             self._hold(block)
         table = (*hits, *self._take(num_blocks - len(hits)))
-        self._holdings[holder] = _Holding(table, digests)
+        self._holdings[holder] = _Holding(table, [content.digest for content in tries.contents[: len(hits)]])
+        tries.contents = []
         num_cached_tokens = len(hits) * self.block_size
         if counted:
             self.prefix_hit_tokens += num_cached_tokens
@@ -140,7 +163,7 @@ class BlockPool:
 
     def num_wanted(self, token_ids: "array[int]", *, max_cached_tokens: int, extra_tokens: int = 0) -> int:
         """How many blocks of those now free an `acquire` would take."""
-        hits, _ = self._lookup(token_ids, max_cached_tokens)
+        hits = self._lookup(token_ids, max_cached_tokens, [])
         return self.blocks_for(len(token_ids) + extra_tokens) - self._num_held_by_others(hits)
 
     def grow(self, holder: int, num_tokens: int) -> bool:
@@ -165,6 +188,7 @@ class BlockPool:
             raise InvariantError(f"holder {holder} publishes {num_computed_tokens} tokens, more than it has")
         if not self._caching or end <= first:
             return
+        self._num_publications += 1
         data = token_bytes(token_ids[first * self.block_size : end * self.block_size])
         width = self.block_size * ID_BYTES
         parent = holding.digests[-1] if holding.digests else self._root
@@ -218,23 +242,36 @@ class BlockPool:
             return 0
         return max(0, min(max_cached_tokens, len(token_ids))) // self.block_size
 
-    def _lookup(self, token_ids: "array[int]", max_cached_tokens: int) -> tuple[list[int], list[bytes]]:
-        """Blocks and digests of the longest cached prefix of whole blocks."""
+    def _hits_in_room(
+        self, num_blocks: int, token_ids: "array[int]", max_cached_tokens: int, room: int, tries: Tries
+    ) -> list[int] | None:
+        """The cached prefix of a table of num_blocks. None: the table takes more than `room` of what is free."""
+        if num_blocks - self._max_hits(token_ids, max_cached_tokens) > room:
+            return None  # no number of hits can help: spares the hashing while the pool is full
+        hits = self._lookup(token_ids, max_cached_tokens, tries.contents)
+        return hits if num_blocks - self._num_held_by_others(hits) <= room else None
+
+    def _lookup(self, token_ids: "array[int]", max_cached_tokens: int, known: list[Content]) -> list[int]:
+        """Blocks of the longest cached prefix of whole blocks. Contents that are not known yet are added."""
         hits: list[int] = []
-        digests: list[bytes] = []
-        parent, width = self._root, self.block_size * ID_BYTES
         num_blocks = self._max_hits(token_ids, max_cached_tokens)
-        data = token_bytes(token_ids[: num_blocks * self.block_size])
-        for start in range(0, num_blocks * width, width):
-            ids = data[start : start + width]
-            content = Content(chain_bytes(parent, ids), parent, ids)
+        for content in chain(known[:num_blocks], self._unknown(token_ids, num_blocks, known)):
             block = self._cache.find(content)
             if block is None:
                 break
             hits.append(block)
-            digests.append(content.digest)
-            parent = content.digest
-        return hits, digests
+        return hits
+
+    def _unknown(self, token_ids: "array[int]", num_blocks: int, known: list[Content]) -> Iterator[Content]:
+        """Of the first num_blocks blocks those contents that are not known; each is known from then on."""
+        first, width = len(known), self.block_size * ID_BYTES
+        parent = known[-1].digest if known else self._root
+        data = token_bytes(token_ids[first * self.block_size : num_blocks * self.block_size])
+        for start in range(0, len(data), width):
+            ids = data[start : start + width]
+            known.append(Content(chain_bytes(parent, ids), parent, ids))
+            parent = known[-1].digest
+            yield known[-1]
 
     def _num_held_by_others(self, hits: list[int]) -> int:
         """Hits that take nothing of what is free; the rest would be revived from the evictable ones."""

@@ -1,5 +1,4 @@
-"""May a sequence have its blocks? All or nothing, by the bounds of the configuration. Holds no state of its own
-but the memory of the last refusal."""
+"""May a sequence have its blocks? All or nothing, by the bounds of the configuration. Holds no state of its own."""
 
 from math import ceil
 
@@ -27,8 +26,6 @@ class Admission:
         self._table = table
         self._watermark_blocks = ceil(config.watermark_blocks_share * pool.num_total)
         self._max_reserved_blocks = int(config.reserved_share * pool.num_total)
-        self._refused: tuple[int, int] | None = None
-        """(seq_id, pool.num_releases) when it last found no room: asking again before a release is of no use."""
 
     @property
     def num_running(self) -> int:
@@ -70,14 +67,11 @@ class Admission:
 
         Cached are at most all known ids but the last: that one's logits are wanted, or it is handed on as it is.
         """
-        if not self._may_begin or self._refused == (seq.seq_id, self._pool.num_releases):
+        if not self._may_begin:
             return None
         decode = seq.spec.mode == "decode"
         table = self._acquire(seq.seq_id, seq.spec, max_cached_tokens=seq.spec.num_known - 1, decode=decode)
-        if table is None:
-            self._refused = (seq.seq_id, self._pool.num_releases)
-            return None
-        return table.num_cached_tokens
+        return None if table is None else table.num_cached_tokens
 
     def reserve(self, spec: SequenceSpec, seq_id: int) -> BlockTable | None:
         """Blocks for KV that comes from elsewhere. None: no room, by blocks, share, max_running, or swapped ones.
@@ -130,4 +124,5 @@ class Admission:
             max_cached_tokens=max_cached_tokens,
             extra_tokens=self._tokens_to_start(spec, decode=decode) - spec.num_known,
             keep_free=self._watermark_blocks if self._table.count(Status.DECODING) else 0,
+            tries=spec.tries,
         )

@@ -112,12 +112,15 @@ class Scheduler:
         self._planner.start(seq, num_cached, self._events)
         return seq.seq_id
 
+    def check(self, spec: SequenceSpec) -> None:
+        """RequestInvalidError: it could never run here to its end, or breaks a rule. Looks at every id."""
+        self._admission.check(spec, to_the_end=True)
+
     def reserve(self, spec: SequenceSpec, now: float) -> Reservation | None:
         """Keep blocks for KV from another node, all or nothing. None: full (blocks, watermark, share, max_running).
 
-        RequestInvalidError: it could never run here, or breaks a rule.
+        The spec must have passed `check`: once, when it came, however often it is tried.
         """
-        self._admission.check(spec, to_the_end=True)
         table = self._admission.reserve(spec, self._table.next_id)
         if table is None:
             return None

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Literal
 
 from common.errors import InvariantError
+from common.kv.block_pool import Tries
 from common.sampling_params import SamplingParams
 from common.scheduling.events import FinishReason
 
@@ -59,7 +60,7 @@ TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSpec:
-    """All that a node must know to compute a sequence. Nothing in it changes afterwards."""
+    """All that a node must know to compute a sequence. Nothing in it changes afterwards but what `tries` remembers."""
 
     token_ids: "array[int]"
     """Prompt and the output ids known so far, typecode 'I'; copied by the scheduler."""
@@ -73,6 +74,8 @@ class SequenceSpec:
     mode: Mode = "decode"
     times_preempted: int = 0
     """How often decode gave this request back before. At max_preempt its blocks are reserved to the end."""
+    tries: Tries = field(default_factory=Tries, init=False, compare=False, repr=False)
+    """To get blocks for token_ids: who waits is tried again with every event, and its ids may be many."""
 
     @property
     def num_known(self) -> int:

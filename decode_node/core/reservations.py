@@ -44,12 +44,12 @@ class Reservations:
         if reason is not None:
             return [*actions, Send(client.incarnation, Refused(key=key, reason=reason))]
         entry = Entry.from_reserve(message, now, self.timers.deadline_grace_s)
-        self.entries.add(entry)
         try:
-            return actions + self._grant_or_queue(entry, now)
+            self.entries.scheduler.check(entry.spec)
         except RequestInvalidError as error:
-            refused = Send(client.incarnation, Refused(key=key, reason=str(error)))
-            return [*actions, *self.entries.drop(entry, now), refused]
+            return [*actions, Send(client.incarnation, Refused(key=key, reason=str(error)))]
+        self.entries.add(entry)
+        return actions + self._grant_or_queue(entry, now)
 
     def _refusal(self, client: Client, message: Reserve, now: float) -> str | None:
         key = message.key

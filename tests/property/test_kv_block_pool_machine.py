@@ -1,12 +1,12 @@
 """The block pool against a plain model that knows contents as tuples of ids and scans everything."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.kv.block_pool import BlockPool
+from common.kv.block_pool import BlockPool, Tries
 from tests.support.scheduling import ids
 
 SIZE = 2
@@ -20,6 +20,17 @@ class Held:
     table: tuple[int, ...]
     ids: list[int]
     num_final: int
+
+
+@dataclass
+class Wish:
+    """What an `acquire` asks for."""
+
+    ids: list[int]
+    extra: int
+    keep_free: int
+    max_cached: int
+    tries: Tries = field(default_factory=Tries)
 
 
 class Model:
@@ -71,23 +82,39 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, SIZE, "m")
         self.model = Model()
         self.last_holder = 0
+        self.waiting: list[Wish] = []
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.model.held)))
 
     @rule(prompt=PROMPTS, extra=st.integers(0, 3), keep_free=st.integers(0, 3), max_cached=st.integers(-1, 12))
     def acquire(self, prompt, extra, keep_free, max_cached):
+        wish = Wish(prompt, extra, keep_free, max_cached)
+        if not self.granted(wish):
+            self.waiting.append(wish)
+
+    @invariant()
+    def ask_again(self):
+        """Whatever happened since the last time: granted if and only if there is room now."""
+        self.waiting = [wish for wish in self.waiting if not self.granted(wish)]
+
+    def granted(self, wish: Wish) -> bool:
         self.last_holder += 1
-        hits = self.model.hits(prompt, max_cached)
-        needed = -(-(len(prompt) + extra) // SIZE)
+        hits = self.model.hits(wish.ids, wish.max_cached)
+        needed = -(-(len(wish.ids) + wish.extra) // SIZE)
         revived = [block for block in hits if block in self.model.cached]
         num_free = len(self.model.free) + len(self.model.cached)
         table = self.pool.acquire(
-            self.last_holder, ids(prompt), max_cached_tokens=max_cached, extra_tokens=extra, keep_free=keep_free
+            self.last_holder,
+            ids(wish.ids),
+            max_cached_tokens=wish.max_cached,
+            extra_tokens=wish.extra,
+            keep_free=wish.keep_free,
+            tries=wish.tries,
         )
-        if needed - len(hits) + len(revived) > num_free - keep_free:
+        if needed - len(hits) + len(revived) > num_free - wish.keep_free:
             assert table is None
-            return
+            return False
         assert table is not None
         assert table.num_cached_tokens == len(hits) * SIZE
         assert list(table.block_ids[: len(hits)]) == hits
@@ -95,7 +122,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block in revived:
             self.model.cached.remove(block)
         self.model.take(table.block_ids[len(hits) :])
-        self.model.held[self.last_holder] = Held(table.block_ids, prompt, len(hits))
+        self.model.held[self.last_holder] = Held(table.block_ids, wish.ids, len(hits))
+        return True
 
     @precondition(lambda self: self.model.held)
     @rule(data=st.data(), more=st.lists(st.integers(0, 1), max_size=5))

@@ -176,10 +176,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(spec=SPECS)
     def reserve(self, spec):
         try:
-            reservation = self.scheduler.reserve(spec, self.now)
+            self.scheduler.check(spec)
         except RequestInvalidError:
             assert spec.max_kv_tokens > NUM_BLOCKS * SIZE
             return
+        reservation = self.scheduler.reserve(spec, self.now)
         if reservation is not None:
             assert not self.those(*AWAY), "a newcomer was let in before those that are swapped out"
             assert reservation.first_token % SIZE == 0

@@ -76,7 +76,7 @@ def test_a_stream_of_small_prompts_does_not_starve_a_big_one():
     assert count < 5
 
 
-def test_a_refused_head_is_tried_again_after_a_release_only():
+def test_a_refused_head_starts_after_a_release():
     node = node_with(8)
     holder = node.scheduler.add(make_spec(24, max_new_tokens=3, mode="prefill"), 0.0)
     node.step()
@@ -150,7 +150,7 @@ def test_what_could_never_run_here_is_refused(spec):
     with pytest.raises(RequestInvalidError):
         node.scheduler.add(spec, 0.0)
     with pytest.raises(RequestInvalidError):
-        node.scheduler.reserve(spec, 0.0)
+        node.scheduler.check(spec)
     assert node.scheduler.is_quiescent()
 
 
@@ -161,7 +161,7 @@ def test_what_just_fits_is_taken():
     node.run()
     assert node.scheduler.load().running_requests == 1
     with pytest.raises(RequestInvalidError):
-        node.scheduler.reserve(make_spec(range(50, 65), max_new_tokens=99, mode="prefill"), 0.0)
+        node.scheduler.check(make_spec(range(50, 65), max_new_tokens=99, mode="prefill"))
 
 
 def test_load_tells_the_truth():
@@ -197,7 +197,7 @@ def test_an_id_outside_the_vocabulary_is_refused_wherever_it_comes_in(known: tup
     wrong = make_spec(*known)
     for come in (
         node.scheduler.add,
-        node.scheduler.reserve,
+        lambda spec, _: node.scheduler.check(spec),
         lambda spec, now: node.scheduler.take_over(present, spec, now),
     ):
         with pytest.raises(RequestInvalidError, match=r"outside the vocabulary \[0, 199\)"):

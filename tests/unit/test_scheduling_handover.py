@@ -333,6 +333,20 @@ def test_a_reservation_is_all_or_nothing():
     assert node.scheduler.load() == before
 
 
+def test_what_another_publishes_makes_room_for_the_same_prompt():
+    """No block comes free by that, but fewer are wanted."""
+    node = make_node(num_blocks=5, reserved_share=1.0, watermark_blocks_share=0.0)
+    spec, waiting = make_spec(10), make_spec(11)
+    seq_id, first = reserve(node, spec)
+    node.scheduler.commit(seq_id)
+    assert node.scheduler.reserve(waiting, 0.0) is None  # three wanted, two free
+    node.receive(seq_id, spec, first, 10)
+    node.scheduler.activate(seq_id, next_token(spec.token_ids), 10, 0.0)
+    assert node.pool.num_free == 2
+    _, first = reserve(node, waiting)
+    assert first == 8
+
+
 def test_a_request_that_may_not_be_given_back_reserves_to_its_end():
     node = make_node(num_blocks=12, reserved_share=1.0)
     spec = make_spec(6, max_new_tokens=20, times_preempted=3)  # 25 positions, 7 blocks

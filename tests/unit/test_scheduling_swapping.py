@@ -162,12 +162,25 @@ def test_nothing_new_gets_blocks_while_something_is_swapped_out():
     node.scheduler.abort(best)
     node.scheduler.abort(middle)
     newcomer = node.scheduler.add(make_spec([3], max_new_tokens=1, priority=1), 0.0)
-    assert node.scheduler.reserve(make_spec([4], max_new_tokens=1, priority=1), 0.0) is None
+    waiting = make_spec([4], max_new_tokens=1, priority=1)
+    assert node.scheduler.reserve(waiting, 0.0) is None
     plan = node.step()
     assert plan is not None
     assert [copies.seq_id for copies in plan.swap_in] == [worst], "first those that were here"
     assert node.scheduler.status(newcomer) is not Status.WAITING
-    assert node.scheduler.reserve(make_spec([4], max_new_tokens=1, priority=1), 0.0) is not None
+    assert node.scheduler.reserve(waiting, 0.0) is not None
+
+
+def test_the_end_of_what_is_swapped_out_lets_newcomers_in_though_no_block_comes_free():
+    node = make_node()
+    waiting = make_spec([4], max_new_tokens=1)
+    _, _, worst = crowd(node)
+    plan = until_copied_out(node, worst)
+    assert (node.pool.num_free, node.scheduler.reserve(waiting, 0.0)) == (0, None)
+    node.finish(plan)
+    assert (node.pool.num_free, node.scheduler.reserve(waiting, 0.0)) == (2, None)
+    node.scheduler.abort(worst)
+    assert node.scheduler.reserve(waiting, 0.0) is not None
 
 
 def test_it_returns_only_when_all_that_decode_may_grow():
