@@ -20,9 +20,9 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker_link_s: float = 2.0
     """A decode node refuses a reservation for a worker that it has not heard for this long."""
     late_tick_s: float = 0.5
-    """A process whose own tick comes this late first drains its inbox and starts all silences anew."""
+    """A process whose own tick comes this late first drains its inbox, and to no silence counts more than a beat."""
     engine_stall_s: float = 10.0
-    """Work waiting and no engine step for this long: the node counts as dead."""
+    """Work waiting, and no engine step nor, in a long one, a layer for this long: the node counts as dead."""
     engine_stall_exit_s: float = 30.0
     """After this the node's control thread ends its own process."""
     answer_wait_s: float = 1.0

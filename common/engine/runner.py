@@ -73,8 +73,9 @@ class ModelRunner:
     def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
         """Copy what the plan swaps, compute its tokens, write their KV, draw where asked; all done on return.
 
-        With plan.report_layers, on_layers_done(1), (2), ... is called in this thread, each time when the KV of that
-        many layers is complete in the cache. Logits that are not finite fail their own sequence only.
+        on_layers_done(1), (2), ... is called in this thread: with plan.report_layers each time when the KV of that many
+        layers is complete in the cache, else when their kernels have been started, and not of a replayed step.
+        Logits that are not finite fail their own sequence only.
         """
         started = time.perf_counter()
         for seq_id in plan.finished:
@@ -88,7 +89,7 @@ class ModelRunner:
                 self._device.synchronize()
             return StepResult(plan.step_id, duration_s=time.perf_counter() - started)
         with torch.inference_mode():
-            sampled, failed = self._step(plan.scheduled, on_layers_done if plan.report_layers else None)
+            sampled, failed = self._step(plan, on_layers_done)
         return StepResult(plan.step_id, sampled, failed, time.perf_counter() - started)
 
     def check_invariants(self) -> None:
@@ -105,10 +106,11 @@ class ModelRunner:
             for copies in plan.swap_in:
                 self._host_cache.copy_in(copies.device_blocks, copies.host_blocks)
 
-    def _step(
-        self, scheduled: Sequence[ScheduledSequence], on_layers_done: LayersDone | None
-    ) -> tuple[dict[int, int], dict[int, str]]:
-        batch, hidden = self._forward(scheduled, on_layers_done)
+    def _step(self, plan: StepPlan, on_layers_done: LayersDone | None) -> tuple[dict[int, int], dict[int, str]]:
+        if plan.report_layers and on_layers_done is not None:
+            batch, hidden = self._forward(plan.scheduled, self._synchronized(on_layers_done))
+        else:
+            batch, hidden = self._replay(plan.scheduled) or self._forward(plan.scheduled, on_layers_done)
         if not batch.sampled_ids:
             self._device.synchronize()
             return {}, {}
@@ -119,22 +121,15 @@ class ModelRunner:
         self._device.synchronize()
         return drawn.sampled, drawn.failed
 
-    def _forward(
-        self, scheduled: Sequence[ScheduledSequence], on_layers_done: LayersDone | None
-    ) -> tuple[Batch, Tensor]:
-        if self._graphs is not None and on_layers_done is None:
-            replayed = self._graphs.forward(scheduled)
-            if replayed is not None:
-                return replayed
-        batch = make_batch(scheduled, self._kv_cache.block_size, self._staging)
-        return batch, self._model.forward(
-            batch.token_ids, batch.positions, self._kv_cache.layers, batch.meta, self._reporter(on_layers_done)
-        )
+    def _replay(self, scheduled: Sequence[ScheduledSequence]) -> tuple[Batch, Tensor] | None:
+        return None if self._graphs is None else self._graphs.forward(scheduled)
 
-    def _reporter(self, on_layers_done: LayersDone | None) -> LayersDone | None:
+    def _forward(self, scheduled: Sequence[ScheduledSequence], on_layer: LayersDone | None) -> tuple[Batch, Tensor]:
+        batch = make_batch(scheduled, self._kv_cache.block_size, self._staging)
+        return batch, self._model.forward(batch.token_ids, batch.positions, self._kv_cache.layers, batch.meta, on_layer)
+
+    def _synchronized(self, on_layers_done: LayersDone) -> LayersDone:
         """Wait for the device before saying that a layer is done: what is reported may be read at once."""
-        if on_layers_done is None:
-            return None
 
         def report(layers_done: int) -> None:
             self._device.synchronize()

@@ -154,6 +154,8 @@ class Status(Message, frozen=True, kw_only=True):
     load: Load = Load()
     link_seq: Count = 0
     """Number of the last Tokens message sent to this client: a lost last one is seen."""
+    progress_no: Count = 0
+    """Changes while a step comes further that takes long."""
 
 
 class Job(Message, frozen=True, kw_only=True):

@@ -81,11 +81,11 @@ class ClientTable:
         """The router workers among them."""
         return (client for client in self.clients.values() if client.kind == "worker")
 
-    def forgive(self, now: float) -> None:
-        """This process slept: all silences start anew."""
+    def forgive(self, slept_s: float, now: float) -> None:
+        """This process slept for so long: what a client did not say meanwhile does not count."""
         for client in self.clients.values():
-            client.last_heard = now
-            client.last_beat = max(client.last_beat, now - self.timers.beat_s) if client.beat_no else client.last_beat
+            client.last_heard = min(now, client.last_heard + slept_s)
+            client.last_beat = min(now, client.last_beat + slept_s)
 
     def remove(self, incarnation: Incarnation) -> None:
         """The client said its last word."""

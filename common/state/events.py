@@ -60,6 +60,11 @@ class LayersDone:
 
 
 @dataclass(frozen=True, slots=True)
+class StepGoesOn:
+    """The step in flight takes long, and has come a layer further. Not said of every layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """The engine finished a step."""
 
@@ -132,6 +137,7 @@ class DrainRequested:
 
 
 Event = (
-    Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepDone | EngineFailed
-    | KvFailed | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed | DrainRequested
+    Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepGoesOn | StepDone
+    | EngineFailed | KvFailed | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed
+    | DrainRequested
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 Both router workers and prefill nodes (towards decode nodes) own one. Protocol rules 6, 9, 10: a peer is alive on the
 link where it is needed; a closed connection makes it suspect; refusal or another incarnation means dead at once;
-silence counts only while this process itself runs on time; a peer with work and no engine step is dead too.
+silence counts only while this process itself runs; a peer whose engine has work and does not move is dead too.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +13,7 @@ from common.errors import InvariantError
 from common.ids import Incarnation
 from common.protocol.messages import Hello, HelloRefused, Status, Welcome
 from common.state.actions import Action, BindPeer, CloseLink, OpenLink, Probe, ResetLink, SendHello
+from common.state.own_ticks import OwnTicks
 from common.state.table import Machine, Table
 
 FORGET_AFTER_S = 60.0
@@ -53,7 +54,7 @@ class LinkEvent(Enum):
     SILENT = auto()
     """Not heard for suspect_s."""
     LOST = auto()
-    """Refused connection, another life, silence for dead_after_s, or an engine that makes no step."""
+    """Refused connection, another life, silence for dead_after_s, or an engine that has work and does not move."""
     HELLO_REFUSED = auto()
     """It answered Hello with a refusal."""
 
@@ -108,6 +109,8 @@ class Link:
     """Goes on over lives: a list never looks older than one before it."""
     link_seq: int = 0
     """Highest Tokens number seen."""
+    wedged: bool = False
+    """It was lost since its engine does not move: its process lives."""
     probing: bool = False
     needs_reset: bool = False
     past: dict[Incarnation, float] = field(default_factory=dict)
@@ -150,7 +153,10 @@ class LinkTable:
     links: dict[str, Link] = field(default_factory=dict)
     by_peer: dict[Incarnation, Link] = field(default_factory=dict)
     _lost: list[Incarnation] = field(default_factory=list)
-    _last_tick: float | None = None
+    _ticks: OwnTicks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ticks = OwnTicks(self.timers)
 
     def add(self, endpoint: str, now: float, *, static: bool = False) -> list[Action]:
         """Know of a node at this endpoint (no effect when it is known already).
@@ -185,6 +191,10 @@ class LinkTable:
         """Lives that ended since the last call, each once."""
         lost, self._lost = self._lost, []
         return lost
+
+    def is_wedged(self, peer: Incarnation) -> bool:
+        """Whether this life, which was lost, lives on and its engine does not move."""
+        return any(link.wedged for link in self.links.values() if link.peer == peer)
 
     def on_connected(self, endpoint: str, now: float) -> list[Action]:
         """Every connection starts with a Hello."""
@@ -223,7 +233,7 @@ class LinkTable:
                 self._lose(link, now)
             link.follow(sender, now)
             actions.append(BindPeer(endpoint, sender))
-        link.welcome, link.refusal = message, ""
+        link.welcome, link.refusal, link.wedged = message, "", False
         link.link_seq = 0  # it may have forgotten us in between, and counts anew then
         link.last_heard = link.last_progress = now
         link.machine.move(LinkEvent.WELCOME, now)
@@ -258,12 +268,12 @@ class LinkTable:
         return self._say_hello(link, now)
 
     def on_status(self, link: Link, message: Status, now: float) -> None:
-        """Newest wins; progress is a new step, or no work waiting."""
+        """Newest wins; progress is a new step, a layer of one that takes long, or no work waiting."""
         old = link.status
         if old is not None and message.status_no <= old.status_no:
             return
         link.status = message
-        if old is None or message.steps_done != old.steps_done or not message.work_waiting:
+        if old is None or _progress(message) != _progress(old) or not message.work_waiting:
             link.last_progress = now
 
     def tick(self, now: float) -> list[Action]:
@@ -281,16 +291,16 @@ class LinkTable:
         return actions
 
     def _forgive_own_sleep(self, now: float) -> None:
-        late = self._last_tick is not None and now - self._last_tick > self.timers.late_tick_s
-        if late:
-            for link in self.links.values():
-                link.last_heard = link.last_progress = now
-        self._last_tick = now
+        slept_s = self._ticks.slept_s(now)
+        for link in self.links.values() if slept_s else ():
+            link.last_heard = min(now, link.last_heard + slept_s)
+            link.last_progress = min(now, link.last_progress + slept_s)
 
     def _judge(self, link: Link, now: float) -> list[Action]:
         silence = now - link.last_heard
         stalled = now - link.last_progress > self.timers.engine_stall_s
         if silence > self.timers.dead_after_s or stalled:
+            link.wedged = silence <= self.timers.dead_after_s
             self._lose(link, now)
             return self._say_hello(link, now)
         if silence > self.timers.suspect_s:
@@ -331,3 +341,7 @@ class LinkTable:
                 raise InvariantError(f"link {link.endpoint} is filed under {endpoint}")
             if link.up and (link.peer is None or self.by_peer.get(link.peer) is not link):
                 raise InvariantError(f"live link {endpoint} has no peer")
+
+
+def _progress(status: Status) -> tuple[int, int]:
+    return status.steps_done, status.progress_no

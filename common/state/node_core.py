@@ -4,6 +4,7 @@ Legs (prefill, decode) are plugged in; the scheduler is shared by all legs of a 
 event in, lets the legs act, and gives the engine its next step when there is one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,8 +34,19 @@ from common.scheduling.scheduler import Scheduler
 from common.scheduling.sequence import SequenceSpec
 from common.state.actions import Action, ExitProcess, RunStep, Send
 from common.state.clients import Client, ClientTable
-from common.state.events import DrainRequested, EngineFailed, Event, KvFailed, LayersDone, Received, StepDone, Tick
+from common.state.events import (
+    DrainRequested,
+    EngineFailed,
+    Event,
+    KvFailed,
+    LayersDone,
+    Received,
+    StepDone,
+    StepGoesOn,
+    Tick,
+)
 from common.state.leg import Leg
+from common.state.own_ticks import OwnTicks
 
 HandoverMessage = Reserve | Commit | Abort
 
@@ -57,9 +69,17 @@ class EngineProgress:
     """Proof that the engine works, or that it does not."""
 
     steps_done: int = 0
+    progress_no: int = 0
+    """Goes up while a step comes further."""
     started_at: float | None = None
     """When the oldest step in flight was given to the engine."""
-    last_progress: float = 0.0
+    last_progress: float = math.inf
+    """Set by the first event: the machine's clock does not begin with the process."""
+
+    def moved(self, now: float) -> None:
+        """A layer of the step in progress is done: a step that takes long is none that hangs."""
+        self.progress_no += 1
+        self.last_progress = now
 
     def age_ms(self, now: float) -> int:
         """Age of the step in progress."""
@@ -78,7 +98,7 @@ class NodeCore:
     progress: EngineProgress = field(default_factory=EngineProgress)
     draining_since: float | None = None
     _steps_in_flight: int = 0
-    _last_tick: float | None = None
+    _ticks: OwnTicks = field(init=False)
     _last_status: float = -1e9
     _status_no: int = 0
     _gave_back: bool = False
@@ -86,6 +106,7 @@ class NodeCore:
 
     def __post_init__(self) -> None:
         self.clients = ClientTable(self.timers)
+        self._ticks = OwnTicks(self.timers)
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -112,10 +133,14 @@ class NodeCore:
                 actions += self._drain(now)
             case Tick():
                 actions += self._on_tick(now)
+            case StepGoesOn():
+                self.progress.moved(now)
             case _:
+                if isinstance(event, LayersDone):
+                    self.progress.moved(now)
                 for leg in self.legs:
                     actions += leg.on_event(event, now)
-        if not isinstance(event, LayersDone):
+        if not isinstance(event, LayersDone | StepGoesOn):
             actions += self._pump(now)
         for leg in self.legs:
             actions += leg.flush(now)
@@ -233,10 +258,10 @@ class NodeCore:
     # -- time
 
     def _on_tick(self, now: float) -> list[Action]:
-        if self._last_tick is None or now - self._last_tick > self.timers.late_tick_s:
-            self.clients.forgive(now)
-            self.progress.last_progress = now
-        self._last_tick = now
+        slept_s = self._ticks.slept_s(now)
+        if slept_s:
+            self.clients.forgive(slept_s, now)
+            self.progress.last_progress = min(now, self.progress.last_progress + slept_s)
         actions: list[Action] = []
         for client in self.clients.take_silent(now):
             actions += self._client_lost(client, now)
@@ -246,7 +271,7 @@ class NodeCore:
             self._last_status = now
             actions += [self._status(client, now) for client in self.clients.clients.values()]
         if now - self.progress.last_progress > self.timers.engine_stall_exit_s:
-            actions.append(self._exit("the engine makes no step although work is waiting", 1))
+            actions.append(self._exit("the engine does not move although work is waiting", 1))
         return actions + self._drain_tick(now)
 
     def _status(self, client: Client, now: float) -> Send:
@@ -256,6 +281,7 @@ class NodeCore:
             draining=self.draining_since is not None,
             steps_done=self.progress.steps_done,
             step_age_ms=self.progress.age_ms(now),
+            progress_no=self.progress.progress_no,
             work_waiting=self.scheduler.work_waiting,
             load=self.scheduler.load(),
             link_seq=client.link_seq,

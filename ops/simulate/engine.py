@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.node.engine_thread import SAY_S
 from common.sampling_params import SamplingParams
 from common.scheduling.drawn import Drawn
 from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from common.state.events import Event, LayersDone, StepDone
+from common.state.events import Event, LayersDone, StepDone, StepGoesOn
 from ops.simulate.clock import EventLoop
 from ops.simulate.costs import CostModel
 from ops.simulate.kv_store import KvMismatchError, KvStore
@@ -135,8 +136,10 @@ class SimEngine:
         self._deed += 1
         plan, num_layers = self._stage[0], self.store.num_layers
         share = num_layers if not self.check_kv and not plan.report_layers else 1
-        pause = self.slowness * self.costs.step_duration_s(plan) * share / num_layers
-        self.loop.after(pause, self._layers_done, share, self._deed)
+        self.loop.after(share * self._layer_s(plan), self._layers_done, share, self._deed)
+
+    def _layer_s(self, plan: StepPlan) -> float:
+        return self.slowness * self.costs.step_duration_s(plan) / self.store.num_layers
 
     def _layers_done(self, share: int, deed: int) -> None:
         if deed != self._deed or self._stage is None:
@@ -151,6 +154,8 @@ class SimEngine:
         self._stage = (plan, done)
         if plan.report_layers:
             self.post(LayersDone(plan.step_id, done))
+        elif self._layer_s(plan) >= SAY_S:
+            self.post(StepGoesOn())
         if done < self.store.num_layers:
             if not self.stopped:
                 self._plan_next_layer()

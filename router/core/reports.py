@@ -166,16 +166,21 @@ class Reports:
     # -- deaths
 
     def on_node_lost(self, peer: Incarnation, now: float) -> list[Effect]:
-        """A life has ended: what was there is planned again."""
+        """A life has ended, or counts as ended: what was there is planned again.
+
+        A node that talks and does not move may be only slow: that is no crash that a request may be the cause of.
+        """
         self.planner.forget(peer)
         self.lists.forget(peer)
         self._nothing_held_at(peer)
+        wedged = self.links.is_wedged(peer)
+        end = "makes no progress" if wedged else "died"
         effects: list[Effect] = []
         for request in self.requests:
             if request.state is RequestState.HANDED and request.decode == peer:
-                effects += self.requests.loss(request, now, crashed=True, why="the decode node died")
+                effects += self.requests.loss(request, now, crashed=not wedged, why=f"the decode node {end}")
             elif request.state is RequestState.PLACED and request.plan is not None and request.plan.prefill == peer:
-                effects += self.requests.loss(request, now, crashed=False, why="the prefill node died")
+                effects += self.requests.loss(request, now, crashed=False, why=f"the prefill node {end}")
         return effects
 
     def _nothing_held_at(self, peer: Incarnation) -> None:

@@ -12,7 +12,7 @@ HELD_TOO_LONG_S = 4 * PATIENCE_S
 
 
 class PausePoints:
-    """Wraps a step runner. Points: `before_step`, `after_layer` (the first reported layer), `after_step`."""
+    """Wraps a step runner. Points: `before_step`, `after_layer` (the first one of what is ferried), `after_step`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +70,8 @@ class _PausableRunner:
         def on_layers(layers: int) -> None:
             assert on_layers_done is not None
             on_layers_done(layers)
-            self._points.pass_by("after_layer")
+            if plan.report_layers:
+                self._points.pass_by("after_layer")
 
         result = self._runner.execute(plan, on_layers if on_layers_done is not None else None)
         self._points.pass_by("after_step")

@@ -67,13 +67,23 @@ def test_only_the_silent_are_taken_out_and_once(table, client):
 
 
 def test_who_slept_blames_nobody(table, client):
-    """Rule 9: all silences start anew, and the worker counts as heard long enough to take reservations for it."""
+    """Rule 9: what was not heard meanwhile does not count, and the worker counts as heard lately enough to take
+    reservations for it."""
     client.take(Beat(beat_no=1, as_of=0), 0.1)
     quiet = table.hello(PREFILL, "prefill", "p", 0.0)
-    table.forgive(50.0)
-    assert table.take_silent(52.9) == []
+    table.forgive(49.5, 50.0)
+    assert table.take_silent(52.4) == []
     assert 50.0 - client.last_beat < Timers().worker_link_s
     assert quiet.last_beat < 0  # one that never sent a list still has not
+
+
+def test_the_silence_before_a_sleep_keeps_its_age(table, client):
+    """Rule 9."""
+    heard = table.hello(PREFILL, "prefill", "p", 49.9)  # its message waited in the inbox
+    table.forgive(47.5, 50.0)
+    assert heard.last_heard == 50.0
+    assert table.take_silent(50.4) == []
+    assert table.take_silent(50.6) == [client]
 
 
 def test_a_client_that_said_its_last_word_is_no_returning_one(table, client):

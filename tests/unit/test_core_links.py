@@ -1,5 +1,7 @@
 """The client's side of links: who lives at an address, and what a node says that has forgotten its client."""
 
+import pytest
+
 from common.config.protocol import Timers
 from common.ids import Incarnation
 from common.model_info import Compatibility, ModelInfo
@@ -96,12 +98,40 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
     assert link.state is LinkState.SUSPECT
     now += 60.0  # this process slept: it judges nobody by that
     table.tick(now)
-    assert link.up
-    while now < 62.0 + timers.dead_after_s + 0.2:
+    assert table.take_lost() == []
+    lost: list[Incarnation] = []
+    while not lost:
         now += 0.1
         table.tick(now)
-    assert table.take_lost() == [OLD]
+        lost = table.take_lost()
+    awake_s = now - 60.0  # the silence before the sleep goes on after it
+    assert awake_s + timers.beat_s == pytest.approx(timers.dead_after_s, abs=0.11)
+    assert lost == [OLD]
     table.check_invariants()
+
+
+@pytest.mark.parametrize("gap_s", [0.4, 0.6, 3.0])
+def test_who_is_always_late_notices_a_silence_too(gap_s):
+    """Rule 9: of each late tick a beat counts."""
+    timers, table = Timers(), make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.0)
+    table.tick(0.0)
+    ticks = 0
+    while table.links[HERE].up and ticks < 100:
+        ticks += 1
+        table.tick(gap_s * ticks)
+    assert ticks == timers.dead_after_s // min(gap_s, timers.beat_s) + 1
+
+
+def test_what_waited_for_who_slept_is_heard_now():
+    table = make_table()
+    table.add(HERE, 0.0)
+    table.on_welcome(HERE, OLD, WELCOME, 0.0)
+    table.tick(0.0)
+    table.on_heard(HERE, OLD, 60.0)
+    table.tick(60.0)
+    assert table.links[HERE].last_heard == 60.0
 
 
 def test_named_nodes_without_end_cost_no_links_without_end():

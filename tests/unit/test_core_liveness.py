@@ -30,14 +30,22 @@ def table():
     return table
 
 
-def pass_time(table: LinkTable, start: float, end: float, *, steps_done: int | None = None, work: bool = True):
+def pass_time(
+    table: LinkTable,
+    start: float,
+    end: float,
+    *,
+    steps_done: int | None = None,
+    work: bool = True,
+    progress_no: int = 0,
+):
     """Ticks ten times a second; with steps_done the node is heard each time, and says so many steps."""
     actions = []
     for tick in range(round(start * 10) + 1, round(end * 10) + 1):
         now = tick / 10
         if steps_done is not None:
             table.on_heard(HERE, LIFE, now)
-            status = Status(status_no=tick, steps_done=steps_done, work_waiting=work)
+            status = Status(status_no=tick, steps_done=steps_done, work_waiting=work, progress_no=progress_no)
             table.on_status(table.links[HERE], status, now)
         actions += table.tick(now)
         table.check_invariants()
@@ -86,6 +94,26 @@ def test_work_waiting_and_no_step_is_a_death_although_the_process_talks(table):
     assert table.take_lost() == []
     pass_time(table, TIMERS.engine_stall_s, TIMERS.engine_stall_s + 0.3, steps_done=7)
     assert table.take_lost() == [LIFE]
+
+
+def test_a_long_step_that_comes_further_is_progress(table):
+    """Rule 10, ADR 0027."""
+    for layer in range(6):
+        start = layer * TIMERS.engine_stall_s * 0.6
+        pass_time(table, start, start + TIMERS.engine_stall_s * 0.6, steps_done=7, progress_no=layer)
+    assert table.take_lost() == []
+
+
+def test_who_is_lost_while_it_talks_is_known_to_live(table):
+    """Until it is welcomed again, or dies."""
+    pass_time(table, 0.0, TIMERS.engine_stall_s + 0.3, steps_done=7)
+    assert table.take_lost() == [LIFE]
+    assert table.is_wedged(LIFE)
+    table.on_welcome(HERE, LIFE, WELCOME, 11.0)
+    assert not table.is_wedged(LIFE)
+    pass_time(table, 11.0, 11.0 + TIMERS.dead_after_s + 0.3)
+    assert table.take_lost() == [LIFE]
+    assert not table.is_wedged(LIFE)
 
 
 def test_an_idle_engine_is_healthy(table):

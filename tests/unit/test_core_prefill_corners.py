@@ -41,6 +41,7 @@ from common.state.events import (
     PieceSent,
     ProbeAnswered,
     StepDone,
+    StepGoesOn,
     Tick,
 )
 from common.state.handover_send_table import SendState
@@ -269,6 +270,22 @@ def test_an_engine_without_a_step_although_work_waits_ends_the_process(bench):
         ends = exits(bench.tick(now))
     assert ends == [1]
     assert now == pytest.approx(bench.timers.engine_stall_exit_s, abs=0.7)
+
+
+@pytest.mark.parametrize("sign", [StepGoesOn(), LayersDone(0, 1)])
+def test_a_step_of_any_length_that_comes_further_ends_nothing_and_is_told(bench, sign):
+    """Rule 10, ADR 0027: who is slow is not stuck."""
+    bench.job()
+    now, said_to_be_at = 0.1, set[int]()
+    while now < 4 * bench.timers.engine_stall_exit_s:
+        now += 0.4
+        actions = bench.tick(now)
+        assert exits(actions) == []
+        said_to_be_at |= {status.progress_no for status in said(actions, Status)}
+        if int(now) % 5 == 0:
+            bench.handle(sign, now)
+    assert len(said_to_be_at) > 20
+    assert {status.steps_done for status in said(actions, Status)} <= {0}
 
 
 def test_status_tells_the_age_of_the_step_in_progress(bench):

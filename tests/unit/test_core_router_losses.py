@@ -226,6 +226,21 @@ def test_a_request_that_was_running_at_two_crashes_ends(bench):
     assert bench.core.is_quiescent()
 
 
+def test_a_node_that_talks_and_does_not_move_is_a_loss_and_no_crash(bench):
+    """Rule 34, ADR 0027: it may be only slow."""
+    bench.submit()
+    bench.hand_over()
+    now = 0.2
+    while request(bench).state is RequestState.HANDED and now < 60:
+        now += 0.1
+        number = int(now * 1000)
+        bench.tell(PREFILL, "prefill", Status(status_no=number), now)
+        bench.tell(DECODE, "decode", Status(status_no=number, work_waiting=True), now)
+        bench.core.handle(Tick(), now)
+    assert now == pytest.approx(TIMERS.engine_stall_s, abs=0.5)
+    assert (request(bench).losses, request(bench).crashes) == (1, 0)
+
+
 def planned_again_with(bench: Bench, decode: Incarnation, start: float, end: float):
     for tenth in range(round(start * 20), round(end * 20) + 1):
         now = tenth / 20

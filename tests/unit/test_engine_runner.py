@@ -72,13 +72,15 @@ def test_layers_are_reported_in_order_and_their_kv_is_complete(loaded: LoadedMod
     assert b"".join(pieces) == wanted
 
 
-def test_layers_are_reported_only_when_asked_for(loaded: LoadedModel) -> None:
-    driver = EngineDriver(loaded)
+def test_signs_of_a_step_change_nothing_of_it(loaded: LoadedModel) -> None:
+    """Layers of a step that is not reported are told as they come."""
+    driver, told = EngineDriver(loaded), list[int]()
     sequence = driver.add([1, 2, 3])
     driver.reserve(sequence, 3)
     scheduled = ScheduledSequence(1, array("I", [1, 2, 3]), 0, tuple(sequence.blocks), False)
     plan = StepPlan(1, (scheduled,))
-    assert driver.runner.execute(plan, lambda _: pytest.fail("nobody asked")).sampled == {}
+    assert driver.runner.execute(plan, told.append).sampled == {}
+    assert told == [1, 2, 3]
 
 
 def test_a_step_without_work_only_learns_and_forgets(loaded: LoadedModel) -> None:
