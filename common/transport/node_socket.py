@@ -33,6 +33,8 @@ class NodeSocket(OwnSocket):
         super().__init__(context)
         self._options = socket_options
         self._outboxes: dict[Incarnation, Outbox] = {}
+        self._name = ""
+        """Within this process, if that is how it is bound."""
         self.dropped: Counter[str] = Counter()
         """Messages that went nowhere: `overflow`, `unreachable` (to peers), `no_incarnation` (from peers)."""
 
@@ -48,7 +50,7 @@ class NodeSocket(OwnSocket):
         except BaseException:
             self._context.close_socket(socket)
             raise
-        self._socket = socket
+        self._socket, self._name = socket, bound if bound.startswith("inproc://") else ""
         return bound
 
     @property
@@ -100,6 +102,8 @@ class NodeSocket(OwnSocket):
     def close(self) -> None:
         """Close the socket and drop what waits. Twice does no harm."""
         self._outboxes.clear()
+        if self._socket is not None and self._name:
+            self._socket.unbind(self._name)  # closing frees a name later, in a thread of libzmq's
         super().close()
 
     def check_invariants(self) -> None:
