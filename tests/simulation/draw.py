@@ -29,6 +29,7 @@ SHORT_WAITS = ("piece_idle_s", "commit_wait_s", "queued_wait_s", "grant_idle_s",
 SHORT_S = (0.3, 0.6, 1.2)
 CONGESTED_BYTES_PER_S = (1e5, 2e5)
 """A request's KV takes 0.1 to 0.8 s."""
+LARGE_PIECE_BYTES = 16_384
 KV_CUTS = 4
 """Up to so many there."""
 REPLAN_TOKENS = 60
@@ -78,6 +79,8 @@ class _Drawer:
         """Seeds of requests."""
         self.two_kinds = False
         self.timers = TIMERS
+        self.pieces_per_layer = 1
+        """Of a full step; 0: pieces of LARGE_PIECE_BYTES. Small ones would be many, and none may be lost for long."""
         self.kv_cuts: random.Random | None = None
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
@@ -133,8 +136,8 @@ class _Drawer:
 
     def _limits(self) -> Limits:
         rng = self.rng
+        self.pieces_per_layer = rng.choice((1, 2, 0))
         limits = Limits(
-            piece_target_bytes=rng.choice((8192, 16384, 65536)),
             transfers_per_peer=rng.choice((1, 4)),
             replan_tokens=REPLAN_TOKENS,
             slots_per_transfer=self.slots_per_transfer,
@@ -159,7 +162,7 @@ class _Drawer:
         if takes_over and self.preemption:
             blocks = rng.choice((20, 24, 30))
         swaps = self.swap and takes_over
-        return NodeSpec(
+        spec = NodeSpec(
             name=f"{role[0].upper()}{number}",
             staging_slots=self.staging_slots,
             roles=("prefill", "decode") if both else (role,),
@@ -181,6 +184,9 @@ class _Drawer:
                 watermark_blocks_share=0.02,
             ),
         )
+        layer_bytes = spec.scheduler.max_step_tokens * spec.layer_token_bytes
+        target = layer_bytes // self.pieces_per_layer if self.pieces_per_layer else LARGE_PIECE_BYTES
+        return replace(spec, limits=msgspec.structs.replace(limits, piece_target_bytes=target))
 
     def _misfits(self, nodes: tuple[NodeSpec, ...]) -> tuple[tuple[NodeSpec, ...], dict[str, str], list[Deed]]:
         """Perhaps one node that fits no other: there from the start, or in the place of another one for a while."""
