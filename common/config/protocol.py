@@ -72,7 +72,7 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     link_heartbeat_s: float = 1.0
     """ZeroMQ's own heartbeat on every connection."""
     link_timeout_s: float = 3.0
-    """A connection without ZeroMQ's heartbeat for this long is closed."""
+    """A connection without a heartbeat or a whole message for this long is closed: pieces of KV must cross in less."""
     reconnect_min_s: float = 0.1
     """The first wait before a lost connection is tried again; it doubles."""
     reconnect_max_s: float = 2.0

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from common.clock import Clock, MonotonicClock
@@ -32,8 +33,15 @@ from common.transport.wakeup import Inbox, Wakeup
 
 _LOG = logging.getLogger("kvferry.kv")
 WINDOW = Window(num_bytes=16_777_216, num_pieces=32, stall_s=5.0)
+"""`window_for` makes it fit the timers."""
 FLUSH_S = 0.02
 """Between two tries to give credits to a peer that is full."""
+
+
+def window_for(timers: Timers) -> Window:
+    """The window, with a stall that is noticed when the receiver, if it lives, has ended the connection already."""
+    silence_s = timers.link_timeout_s + 2 * timers.link_heartbeat_s
+    return replace(WINDOW, stall_s=max(WINDOW.stall_s, silence_s))
 
 
 class ZmqKvMover:
@@ -51,14 +59,14 @@ class ZmqKvMover:
         allow_remote: bool = False,
         checksum: bool = False,
         activate: Callable[[], None] = lambda: None,
-        window: Window = WINDOW,
+        window: Window | None = None,
         memory: SlotMemory | None = None,
         reach: SlotReach | None = None,
         clock: Clock | None = None,
         timers: Timers = DEFAULT_TIMERS,
     ) -> None:
         """`activate` binds the KV thread to the device whose memory `cache` is in. `memory` has staging slots for
-        others, `reach` writes into those of others; None: no slots."""
+        others, `reach` writes into those of others; None: no slots. `window`: None for that of the timers."""
         self._context = context
         self._own = own
         self._bind = bind
@@ -67,11 +75,13 @@ class ZmqKvMover:
         self._post = post
         self._clock = clock or MonotonicClock()
         # High-water marks above the window: it is the window that bounds, not a connection that stops to read.
-        self._options = SocketOptions.kv(limits, 2 * window.num_pieces, timers)
+        window = window or window_for(timers)
+        high_water = 2 * window.num_pieces
+        self._link_options = SocketOptions.kv(limits, high_water, timers, stall_s=window.stall_s)
         self._wakeup = Wakeup()
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()
-        self._socket = NodeSocket(context, self._options)
+        self._socket = NodeSocket(context, SocketOptions.kv(limits, high_water, timers))
         self._expectations = Expectations(cache)
         end = KvEnd(own, limits, self._clock, post)
         self._memory: SlotMemory = memory or NoSlots()
@@ -157,7 +167,7 @@ class ZmqKvMover:
         self._socket.check_invariants()
 
     def _make_link(self) -> tuple[LinkSocket, LinkMonitor]:
-        link = LinkSocket(self._context, self._own, self._options)
+        link = LinkSocket(self._context, self._own, self._link_options)
         return link, LinkMonitor(self._context, link)
 
     def _run(self) -> None:

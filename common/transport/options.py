@@ -55,15 +55,21 @@ class SocketOptions:
         )
 
     @classmethod
-    def kv(cls, limits: Limits, high_water: int, timers: Timers = DEFAULT_TIMERS) -> "SocketOptions":
-        """For KV sockets: few large messages."""
+    def kv(
+        cls, limits: Limits, high_water: int, timers: Timers = DEFAULT_TIMERS, *, stall_s: float = 0.0
+    ) -> "SocketOptions":
+        """For KV sockets: few large messages. `stall_s`: of the end that sends, which bears a silence no shorter.
+
+        The receiver is to end a silent connection first. A sender that connects anew beside one that lives there, and
+        late bytes on that one, would end the receiver's process (ADR 0022).
+        """
         return cls(
             channel=Channel.KV,
             high_water=high_water,
             max_frame_bytes=max(limits.header_max_bytes, limits.piece_max_bytes),
             zero_copy=True,
             heartbeat_s=timers.link_heartbeat_s,
-            heartbeat_timeout_s=timers.link_timeout_s,
+            heartbeat_timeout_s=max(timers.link_timeout_s, stall_s),
             reconnect_min_s=timers.reconnect_min_s,
             reconnect_max_s=timers.reconnect_max_s,
         )

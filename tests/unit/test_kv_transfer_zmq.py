@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.config.protocol import Limits
+from common.config.protocol import Limits, Timers
 from common.errors import ConfigError, InvariantError
 from common.ids import Incarnation, new_incarnation
 from common.kv_transfer.send_queue import Window
-from common.kv_transfer.zmq_backend import ZmqKvMover
+from common.kv_transfer.zmq_backend import ZmqKvMover, window_for
 from common.protocol.messages import Envelope, HelloRefused, Piece
 from common.protocol.wire import encode
 from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
@@ -532,6 +532,17 @@ def test_it_need_not_have_started_to_be_closed(context: TransportContext):
         mover.start()
     mover.close()
     mover.close()
+
+
+@pytest.mark.parametrize("timers", [Timers(), Timers(link_timeout_s=30.0), Timers(link_heartbeat_s=2.5)])
+def test_the_receiver_ends_a_silent_connection_before_its_sender_does(timers: Timers):
+    """A second connection beside one that lives there would end its process (ADR 0022)."""
+    stall_s = window_for(timers).stall_s
+    receiving = SocketOptions.kv(Limits(), 1, timers)
+    sending = SocketOptions.kv(Limits(), 1, timers, stall_s=stall_s)
+    ended_s = receiving.heartbeat_s + receiving.heartbeat_timeout_s
+    assert min(stall_s, sending.heartbeat_timeout_s) >= ended_s + timers.link_heartbeat_s
+    assert receiving.heartbeat_timeout_s == timers.link_timeout_s
 
 
 def test_it_starts_once(decode: Node):
