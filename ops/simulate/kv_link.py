@@ -42,6 +42,8 @@ class _Peer:
     session: int = 0
     queue: deque[_Waiting] = field(default_factory=deque)
     busy: bool = False
+    moved_at: float = 0.0
+    """When a piece was read last."""
     last_at: float = 0.0
 
 
@@ -144,6 +146,7 @@ class KvSender:
             self._wait_or_fail(peer, known, NO_SLOT_RETRY_S)
             return
         known.queue.popleft()
+        known.moved_at = self.network.loop.now()
         self._check_held(waiting.piece, waiting.table)
         rows = range(waiting.piece.layer_start, waiting.piece.layer_end)
         start, end = waiting.piece.token_start, waiting.piece.token_end
@@ -173,7 +176,7 @@ class KvSender:
         if known.queue[0].piece.key in self._stopping:
             self._stopped(known.queue.popleft().piece.key)
             self._go_on(peer)
-        elif loop.now() - known.queue[0].since < SEND_TIMEOUT_S:
+        elif loop.now() - max(known.queue[0].since, known.moved_at) < SEND_TIMEOUT_S:
             known.busy = True
             loop.after(retry_s, self.wake, self._read, peer)
         else:

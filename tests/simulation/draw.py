@@ -136,7 +136,7 @@ class _Drawer:
 
     def _limits(self) -> Limits:
         rng = self.rng
-        self.pieces_per_layer = rng.choice((1, 2, 0))
+        self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # with one slot they go one by one
         limits = Limits(
             transfers_per_peer=rng.choice((1, 4)),
             replan_tokens=REPLAN_TOKENS,
