@@ -60,9 +60,10 @@ class _Drawer:
     def __init__(self, rng: random.Random, profile: Profile, one_sided: random.Random, swap_rng: random.Random) -> None:
         self.rng = rng
         self.one_sided = one_sided.random() < profile.one_sided
-        self.staging_slots = one_sided.choice((2, 3, 6, 12)) if self.one_sided else 0
+        slots = (2,) if profile.few_slots else (2, 3, 6, 12)
+        self.staging_slots = one_sided.choice(slots) if self.one_sided else 0
         self.slots_per_transfer = one_sided.choice((1, 2, 4))
-        self.late_share = one_sided.choice((0.0, 0.2, 0.7)) if self.one_sided else 0.0
+        self.late_share = one_sided.choice((0.8,) if profile.few_slots else (0.0, 0.2, 0.7)) if self.one_sided else 0.0
         self.unconfirmed_share = one_sided.choice((0.0, 0.03, 0.2)) if self.one_sided else 0.0
         self.swap_rng = swap_rng
         self.swap = swap_rng.random() < profile.swap

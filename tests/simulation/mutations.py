@@ -314,7 +314,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("blocks are not pinned while they are read", "21", JobTable, "sync_pin", _forget_pin),
     Mutation("writing goes on after blocks are freed", "26", EntryTable, "_end_sequence", _leave_writing),
     Mutation("a slot is used again at once", "26", StagingSlots, "release", _reuse_at_once, "onesided"),
-    Mutation("a slot of a closed session does not rest", "26", StagingSlots, "on_session_closed", _no_rest, "onesided"),
+    Mutation("a slot of a closed session does not rest", "26", StagingSlots, "on_session_closed", _no_rest, "late"),
     Mutation("an open session is taken for closed", "26", StagingSlots, "tick", _session_unasked, "onesided"),
     Mutation("slots that rest are asked for by nobody", "26", StagingSlots, "tick", nothing, "onesided"),
     Mutation("a piece names a slot that is not written yet", "26", KvSender, "_begin_write", _name_at_once, "onesided"),

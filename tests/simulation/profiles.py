@@ -51,6 +51,8 @@ class Profile:
     """Share of schedules in which every other node of a role has other weights under the same name."""
     one_sided: float = 0.0
     """Share of schedules in which KV is written into staging slots, late and unnoticed at times."""
+    few_slots: bool = False
+    """There are two of them at a node, and most writes are late: soon the one that one lands in is another's."""
     impatient: float = 0.0
     """Share of schedules in which waits that are long by default are short, and KV connections are often cut."""
     congested: float = 0.0
@@ -99,6 +101,7 @@ PROFILES: dict[str, Profile] = {
         one_sided=1.0,
     ),
 }
+PROFILES["late"] = Profile(requests=40, span_s=6.0, delays=True, crashes=6, leaving=0.1, one_sided=1.0, few_slots=True)
 PROFILES["all"] = Profile(
     requests=10,
     delays=True,
