@@ -1,5 +1,7 @@
 """`kvferry serve --unsplit 2`: processes that run both legs, one of which is killed under a stream."""
 
+from typing import Any
+
 import pytest
 
 from tests.e2e.conftest import Serve
@@ -7,14 +9,16 @@ from tests.support.cluster import tokens_of
 from tests.support.infer_cases import VOCAB_SIZE
 from tests.support.node_watch import NodeWatch
 from tests.support.raw_stream import RawRequest
-from tests.support.serve import wait_until
+from tests.support.serve import Served, wait_until
 from tests.support.tiny_llama import random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 NODES = ("unsplit-0", "unsplit-1")
 PROMPT = random_prompt(21, 60, VOCAB_SIZE)
 LONG = 2000
-"""Tokens of a stream that is still running when its node dies."""
+"""Tokens of a stream that is still running when its node dies, as a rule."""
+TRIES = 4
+"""On a busy machine a stream may be over before its node is killed, which says nothing."""
 
 
 def test_a_node_is_killed_under_a_stream(serve: Serve) -> None:
@@ -30,21 +34,31 @@ def test_a_node_is_killed_under_a_stream(serve: Serve) -> None:
             undisturbed = request.events()
         assert undisturbed[-1]["nodes"]["prefill"] == undisturbed[-1]["nodes"]["decode"]
         watch.wait_idle(*NODES)
-        with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
-            assert request.status() == 200
-            events = request.events(20)
-            wait_until(lambda: len(busy(watch)) == 1, "one of the nodes runs it")
-            (serving,) = busy(watch)
-            victim = cluster.node(serving)
-            victim.kill()
-            events += request.events()
-        assert tokens_of(events) == tokens_of(undisturbed)
-        assert events[-1]["finish_reason"] == "length"
-        (other,) = {*NODES} - {serving}
+        for _ in range(TRIES):
+            killed, events = stream_whose_node_is_killed(cluster, watch)
+            assert tokens_of(events) == tokens_of(undisturbed)
+            assert events[-1]["finish_reason"] == "length"
+            if events[-1]["nodes"]["decode"] != killed:
+                break
+        (other,) = {*NODES} - {killed}
         assert events[-1]["nodes"] == {"prefill": other, "decode": other}
-        wait_until(lambda: serving in cluster.children() and cluster.node(serving).pid != victim.pid, "it starts again")
-        wait_until(cluster.is_ready, "it is ready again", 120.0)
-        watch.wait_idle(*NODES)
+
+
+def stream_whose_node_is_killed(cluster: Served, watch: NodeWatch) -> tuple[str, list[dict[str, Any]]]:
+    """The node, and the events of the stream. The node is back, and nothing runs any more."""
+    processes = {name: cluster.node(name) for name in NODES}
+    with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
+        assert request.status() == 200
+        events = request.events(20)
+        wait_until(lambda: len(busy(watch)) == 1, "one of the nodes runs it")
+        (serving,) = busy(watch)
+        processes[serving].kill()
+        events += request.events()
+    pid = processes[serving].pid
+    wait_until(lambda: serving in cluster.children() and cluster.node(serving).pid != pid, "it starts again")
+    wait_until(cluster.is_ready, "it is ready again", 120.0)
+    watch.wait_idle(*NODES)
+    return serving, events
 
 
 def busy(watch: NodeWatch) -> list[str]:
