@@ -100,8 +100,8 @@ PROFILES: dict[str, Profile] = {
         freezes=1,
         one_sided=1.0,
     ),
+    "late": Profile(requests=40, span_s=6.0, delays=True, crashes=6, leaving=0.1, one_sided=1.0, few_slots=True),
 }
-PROFILES["late"] = Profile(requests=40, span_s=6.0, delays=True, crashes=6, leaving=0.1, one_sided=1.0, few_slots=True)
 PROFILES["all"] = Profile(
     requests=10,
     delays=True,

@@ -3,6 +3,7 @@
 import random
 
 from common.config.protocol import Timers
+from common.protocol.messages import Role
 from common.sampling_params import SamplingParams
 from common.scheduling.scheduler_config import SchedulerConfig
 from ops.simulate.costs import CostModel
@@ -17,10 +18,10 @@ SMALL, LARGE = 40, 1000
 """Prompt tokens; the decode node has room for 1,600."""
 
 
-def node(name: str, num_blocks: int, step_s: float) -> NodeSpec:
+def node(role: Role, num_blocks: int, step_s: float) -> NodeSpec:
     return NodeSpec(
-        name=name,
-        roles=("prefill",) if name == "P0" else ("decode",),
+        name=role,
+        roles=(role,),
         num_blocks=num_blocks,
         timers=TIMERS,
         layer_token_bytes=64,
@@ -31,8 +32,8 @@ def node(name: str, num_blocks: int, step_s: float) -> NodeSpec:
 
 def test_a_large_request_is_served_under_a_steady_load_of_small_ones():
     world, rng, small = World(3), random.Random(5), list[Stream]()
-    world.start_node(node("P0", 4000, 0.004))
-    world.start_node(node("D0", 400, 0.1))
+    world.start_node(node("prefill", 4000, 0.004))
+    world.start_node(node("decode", 400, 0.1))
     worker = world.start_worker(WorkerSpec(name="W0", timers=TIMERS))
 
     def ask(length: int, max_new_tokens: int) -> Stream:

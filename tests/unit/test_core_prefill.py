@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from common.config.protocol import Limits
-from common.ids import Incarnation
+from common.ids import Incarnation, TransferKey
 from common.protocol.messages import (
     Abort,
     Beat,
@@ -374,36 +374,36 @@ def test_the_next_attempt_does_not_take_blocks_over_that_are_still_read(bench):
     assert not written & table
 
 
-def test_after_the_hand_over_blocks_stay_until_the_decode_node_has_every_piece(bench):
-    """Rule 21, and 25: what comes damaged can be sent again."""
+def owned_elsewhere(bench: PrefillBench) -> TransferKey:
+    """A decode node has answered the Commit, at 0.4, and lacks pieces."""
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
     bench.step(0.3)
     bench.committed(reserve.key, 0.4, complete=False)
+    return reserve.key
+
+
+def test_after_the_hand_over_blocks_stay_until_the_decode_node_has_every_piece(bench):
+    """Rule 21, and 25: what comes damaged can be sent again."""
+    key = owned_elsewhere(bench)
     bench.sent(0.5)
     assert bench.pool.num_held == 2
-    bench.committed(reserve.key, 0.6)
+    bench.committed(key, 0.6)
     assert bench.pool.num_held == 0
 
 
 def test_source_blocks_stay_while_their_pieces_wait_in_the_transport(bench):
-    reserve = said(bench.job(), Reserve)[0]
-    bench.grant(reserve, 0.2)
-    bench.step(0.3)
-    bench.committed(reserve.key, 0.4, complete=False)
+    key = owned_elsewhere(bench)
     bench.tick(60.0)
-    again = bench.committed(reserve.key, 60.1, complete=False, missing=(0,))
+    again = bench.committed(key, 60.1, complete=False, missing=(0,))
     assert said(again, Commit)[0].waiting == (0,)
     bench.sent(60.2)
-    asked = bench.committed(reserve.key, 60.3, complete=False, missing=(0,))
+    asked = bench.committed(key, 60.3, complete=False, missing=(0,))
     assert [action.piece.number for action in asked if isinstance(action, SendPiece)] == [0]
 
 
 def test_source_blocks_are_not_kept_for_ever_when_no_answer_comes(bench):
-    reserve = said(bench.job(), Reserve)[0]
-    bench.grant(reserve, 0.2)
-    bench.step(0.3)
-    bench.committed(reserve.key, 0.4, complete=False)
+    owned_elsewhere(bench)
     bench.sent(0.5)
     bench.tick(0.4 + 2 * bench.timers.piece_idle_s)
     assert bench.pool.num_held > 0
