@@ -52,11 +52,11 @@ CORE_TESTS := tests/simulation tests/unit/test_core_*.py tests/unit/test_schedul
 setup: $(DEV) native model
 
 model: $(RUN)
-	@$(BIN)/python -m ops.model_store >/dev/null
+	@$(BIN)/python -m kvferry.ops.model_store >/dev/null
 
 # Without a compiler it says so, and torch's ops are used. One that is built already is found again.
 native: $(RUN)
-	@$(BIN)/python -m common.device.native.build >/dev/null
+	@$(BIN)/python -m kvferry.common.device.native.build >/dev/null
 
 $(RUN): pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or later is needed; name one with PYTHON=..." >&2; exit 1; }
@@ -75,10 +75,10 @@ $(DEV): $(RUN)
 	@touch $@
 
 demo: native model
-	@$(BIN)/python -m ops.cli.main demo
+	@$(BIN)/python -m kvferry demo
 
 serve: native model
-	@$(BIN)/python -m ops.cli.main serve $(ARGS)
+	@$(BIN)/python -m kvferry serve $(ARGS)
 
 check: $(DEV)
 	$(BIN)/ruff check .
@@ -108,10 +108,10 @@ torture: $(DEV)
 	$(BIN)/python -m tests.simulation.torture $(TORTURE_ARGS)
 
 test-npu:
-	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) -m ops.npu.check
+	PIP_ARGS="$(PIP_ARGS)" PYTHONPATH=src $(PYTHON) -m kvferry.ops.npu.check
 
 clean:
-	rm -rf $(VENV) .venv-npu build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .venv-npu build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Running nodes keep what they mapped. Only what this project put there: the variable may name a place with other files.

@@ -7,7 +7,7 @@ Modules of this project do nothing at import, with the one exception below. PyTo
 package while `import torch` runs; with torch-npu installed and CANN not loadable (its environment script not sourced,
 a machine without an NPU) `import torch` itself fails then, and not even `kvferry doctor` could say why. The switch
 works only before torch is imported anywhere, and this package is imported before any module that does so.
-`common.device.npu` imports the NPU backend explicitly. A value that the user has set is kept.
+`kvferry.common.device.npu` imports the NPU backend explicitly. A value that the user has set is kept.
 """
 
 import os

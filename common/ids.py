@@ -5,7 +5,7 @@ from typing import Annotated, NamedTuple, NewType
 
 import msgspec
 
-from common.ranges import Count
+from kvferry.common.ranges import Count
 
 RequestId = NewType("RequestId", str)
 """32 hex digits, made by the router worker. A client's own `id` is echoed, never used as a key."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import orjson
 
-from common.config.schema import LogConfig
-from common.line_writer import STDERR_FD, LineWriter
+from kvferry.common.config.schema import LogConfig
+from kvferry.common.line_writer import STDERR_FD, LineWriter
 
 ACCESS_LOGGER = "kvferry.access"
 """One record per HTTP request; silent when log.access_log is false."""

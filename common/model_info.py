@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.ranges import Count, TokenId
+from kvferry.common.ranges import Count, TokenId
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from common.ranges import Count, Positions, PositiveFloat, Probability, Seed, TokenId
+from kvferry.common.ranges import Count, Positions, PositiveFloat, Probability, Seed, TokenId
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Makes the decode leg. Composition only."""
 
-from common.node.build import LegContext
-from decode_node.core.leg import DecodeLeg
+from kvferry.common.node.build import LegContext
+from kvferry.decode_node.core.leg import DecodeLeg
 
 
 def make_leg(context: LegContext) -> DecodeLeg:

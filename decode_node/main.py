@@ -1,8 +1,8 @@
 """`run` serves a decode node in this process."""
 
-from common.config.schema import ClusterConfig
-from common.node.process import run_node
-from decode_node.build import make_leg
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.node.process import run_node
+from kvferry.decode_node.build import make_leg
 
 
 def run(config: ClusterConfig) -> int:

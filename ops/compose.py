@@ -2,21 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from common.config.schema import ClusterConfig, Role
+from kvferry.common.config.schema import ClusterConfig, Role
 
 if TYPE_CHECKING:
-    from router.http.shell import AsgiShell
+    from kvferry.router.http.shell import AsgiShell
 
 
 def run_role(config: ClusterConfig, role: Role) -> int:
     """Serve a node of this role until told to end; the exit code."""
     match role:
         case "prefill":
-            from prefill_node.main import run
+            from kvferry.prefill_node.main import run
         case "decode":
-            from decode_node.main import run
+            from kvferry.decode_node.main import run
         case "unsplit":
-            from ops.unsplit_node import run
+            from kvferry.ops.unsplit_node import run
     return run(config)
 
 
@@ -24,6 +24,6 @@ def create_router_app(config: ClusterConfig) -> "AsgiShell":
     """The ASGI application of one gunicorn worker."""
     from importlib.metadata import version
 
-    from router.compose import build_app
+    from kvferry.router.compose import build_app
 
     return build_app(config, version=version("kvferry"))

@@ -1,6 +1,6 @@
 """Writes `ops/docs/configuration.md` from the docstrings of the configuration types.
 
-`python -m ops.docs_config` writes the file; with `--check` it only tells, by its exit code, whether the file is so.
+`python -m kvferry.ops.docs_config` writes the file; with `--check` it only checks whether the file is so.
 """
 
 import argparse
@@ -8,16 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.config.docs import KeyDoc, section_keys, section_text
-from common.config.schema import section_types
-from common.config.toml import toml_value
+from kvferry.common.config.docs import KeyDoc, section_keys, section_text
+from kvferry.common.config.schema import section_types
+from kvferry.common.config.toml import toml_value
 
 TARGET = Path(__file__).parent / "docs" / "configuration.md"
 
 _HEAD = """\
 # Configuration
 
-Made from the docstrings in `common/config` by `python -m ops.docs_config`; change those, not this page.
+Made from the docstrings in `common/config` by `python -m kvferry.ops.docs_config`; change those, not this page.
 
 One TOML file describes a cluster: `kvferry serve|router|prefill|decode|unsplit --config cluster.toml`. A key that is
 left out has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may
@@ -80,7 +80,7 @@ def configuration_page() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the page, or compare it; 1 when it differs."""
-    parser = argparse.ArgumentParser(prog="python -m ops.docs_config", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvferry.ops.docs_config", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     page = configuration_page()
     if not parser.parse_args(argv).check:
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == page:
         return 0
-    sys.stderr.write(f"{TARGET.name} is not up to date: run python -m ops.docs_config\n")
+    sys.stderr.write(f"{TARGET.name} is not up to date: run python -m kvferry.ops.docs_config\n")
     return 1
 
 

@@ -1,6 +1,6 @@
 """Writes `ops/docs/states.md`, and the message table within `ops/docs/protocol.md`, from the code.
 
-`python -m ops.docs_protocol` writes; with `--check` it only tells, by its exit code, whether both are up to date.
+`python -m kvferry.ops.docs_protocol` writes; with `--check` it only checks whether both are up to date.
 """
 
 import argparse
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Message
-from ops.docs_states import states_page
+from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Message
+from kvferry.ops.docs_states import states_page
 
 STATES = Path(__file__).parent / "docs" / "states.md"
 PROTOCOL = Path(__file__).parent / "docs" / "protocol.md"
-BEGIN = "<!-- messages: made by python -m ops.docs_protocol from common/protocol/messages.py -->\n"
+BEGIN = "<!-- messages: made by python -m kvferry.ops.docs_protocol from common/protocol/messages.py -->\n"
 END = "<!-- end of messages -->\n"
 
 
@@ -44,13 +44,13 @@ def pages() -> dict[Path, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the pages, or compare them; 1 when one differs."""
-    parser = argparse.ArgumentParser(prog="python -m ops.docs_protocol", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvferry.ops.docs_protocol", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(argv).check
     stale = [path for path, page in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != page]
     for path in stale:
         if check:
-            sys.stderr.write(f"{path.name} is not up to date: run python -m ops.docs_protocol\n")
+            sys.stderr.write(f"{path.name} is not up to date: run python -m kvferry.ops.docs_protocol\n")
         else:
             path.write_text(pages()[path], encoding="utf-8")
     return int(check and bool(stale))

@@ -1,6 +1,6 @@
 """The text of `ops/docs/states.md`, drawn from the transition tables themselves. A library: writes no file.
 
-`python -m ops.docs_protocol` writes the page.
+`python -m kvferry.ops.docs_protocol` writes the page.
 
 What a state or an event means is read from the source: the docstring below the member, or the line that begins with
 its name in the docstring of its module.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from common.scheduling.sequence import TRANSITIONS, Status
-from common.state.handover_receive import RECEIVE_TABLE
-from common.state.handover_send_table import SEND_TABLE
-from common.state.links import LINK_TABLE
-from common.state.table import Table
-from prefill_node.core.job import JOB_TABLE
-from router.core.table import REQUEST_TABLE
+from kvferry.common.scheduling.sequence import TRANSITIONS, Status
+from kvferry.common.state.handover_receive import RECEIVE_TABLE
+from kvferry.common.state.handover_send_table import SEND_TABLE
+from kvferry.common.state.links import LINK_TABLE
+from kvferry.common.state.table import Table
+from kvferry.prefill_node.core.job import JOB_TABLE
+from kvferry.router.core.table import REQUEST_TABLE
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -29,7 +29,7 @@ E = TypeVar("E", bound=Enum)
 _HEAD = """\
 # States
 
-Made from the transition tables in the code by `python -m ops.docs_protocol`; change those, not this page.
+Made from the transition tables in the code by `python -m kvferry.ops.docs_protocol`; change those, not this page.
 
 Everything that has a life of its own moves along the rows of one table and nowhere else: a pair of state and event that
 its table does not have raises `InvariantError` with the last moves, because it is a bug and never to be guessed. What

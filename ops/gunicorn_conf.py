@@ -1,7 +1,7 @@
-"""gunicorn's configuration (`-c python:ops.gunicorn_conf`), from the file that KVFERRY_CONFIG names.
+"""gunicorn's configuration (`-c python:kvferry.ops.gunicorn_conf`), from the file that KVFERRY_CONFIG names.
 
-Without the launcher: `KVFERRY_CONFIG=cluster.toml gunicorn -c python:ops.gunicorn_conf
-"ops.launcher.asgi:create_app()"`; discovery then needs a proxy or static endpoints of its own.
+Without the launcher: `KVFERRY_CONFIG=cluster.toml gunicorn -c python:kvferry.ops.gunicorn_conf
+"kvferry.ops.launcher.asgi:create_app()"`; discovery then needs a proxy or static endpoints of its own.
 """
 
 import contextlib
@@ -10,12 +10,12 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config.load import load_config
-from common.with_parent import die_with_parent
-from ops.launcher.cluster import CONFIG_ENV, WORKER_CLASS
-from ops.launcher.gunicorn_logger import GunicornLogger
-from ops.launcher.metrics_files import forget_gauges
-from ops.launcher.reload import new_workers_first
+from kvferry.common.config.load import load_config
+from kvferry.common.with_parent import die_with_parent
+from kvferry.ops.launcher.cluster import CONFIG_ENV, WORKER_CLASS
+from kvferry.ops.launcher.gunicorn_logger import GunicornLogger
+from kvferry.ops.launcher.metrics_files import forget_gauges
+from kvferry.ops.launcher.reload import new_workers_first
 
 if TYPE_CHECKING:
     from gunicorn.arbiter import Arbiter

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import msgspec
 
-from common.config.checks import model_name
-from common.config.schema import ClusterConfig
-from common.errors import ConfigError
-from common.models.outside_check import check_model_files
-from ops import model_store
+from kvferry.common.config.checks import model_name
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.errors import ConfigError
+from kvferry.common.models.outside_check import check_model_files
+from kvferry.ops import model_store
 
 
 def option_model(text: str | None) -> Path:

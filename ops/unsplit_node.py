@@ -3,12 +3,12 @@
 The legs do not import one another; only here are they brought together.
 """
 
-from common.config.schema import ClusterConfig
-from common.node.build import LegContext
-from common.node.process import run_node
-from common.state.leg import Leg
-from decode_node.build import make_leg as make_decode_leg
-from prefill_node.build import make_leg as make_prefill_leg
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.node.build import LegContext
+from kvferry.common.node.process import run_node
+from kvferry.common.state.leg import Leg
+from kvferry.decode_node.build import make_leg as make_decode_leg
+from kvferry.prefill_node.build import make_leg as make_prefill_leg
 
 
 def make_legs(context: LegContext) -> tuple[Leg, ...]:

@@ -1,11 +1,11 @@
 """Makes the prefill leg. Composition only."""
 
-from common.node.build import LegContext
-from common.protocol.messages import Hello
-from common.state.leg import GoesOnHere
-from common.state.links import LinkTable
-from prefill_node.core.decode_links import DecodeLinks
-from prefill_node.core.leg import PrefillLeg
+from kvferry.common.node.build import LegContext
+from kvferry.common.protocol.messages import Hello
+from kvferry.common.state.leg import GoesOnHere
+from kvferry.common.state.links import LinkTable
+from kvferry.prefill_node.core.decode_links import DecodeLinks
+from kvferry.prefill_node.core.leg import PrefillLeg
 
 
 def make_leg(context: LegContext, here: GoesOnHere | None = None) -> PrefillLeg:

@@ -1,8 +1,8 @@
 """`run` serves a prefill node in this process."""
 
-from common.config.schema import ClusterConfig
-from common.node.process import run_node
-from prefill_node.build import make_leg
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.node.process import run_node
+from kvferry.prefill_node.build import make_leg
 
 
 def run(config: ClusterConfig) -> int:

@@ -7,11 +7,11 @@ forks; what belongs to the worker's event loop starts in `AppDependencies.on_sta
 import falcon.asgi
 from falcon.asgi import Request, Response
 
-from router.http.dependencies import AppDependencies
-from router.http.errors import is_our_fault, problem_of
-from router.http.resources.base import exchange_of
-from router.http.routes import add_routes
-from router.http.shell import AsgiShell
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.errors import is_our_fault, problem_of
+from kvferry.router.http.resources.base import exchange_of
+from kvferry.router.http.routes import add_routes
+from kvferry.router.http.shell import AsgiShell
 
 __all__ = ["AppDependencies", "create_app"]
 

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 
-from common.protocol.wire import Frame
-from common.transport.async_receiver import AsyncReceiver
-from common.transport.client_links import Close
-from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
-from common.transport.probe import ProbeResult, probe_async
+from kvferry.common.protocol.wire import Frame
+from kvferry.common.transport.async_receiver import AsyncReceiver
+from kvferry.common.transport.client_links import Close
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.probe import ProbeResult, probe_async
 
 MAX_DRAINED = 5000
 """Messages of one socket that are taken in without giving others of the loop their turn."""

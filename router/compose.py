@@ -8,15 +8,15 @@ import threading
 
 from prometheus_client import CollectorRegistry
 
-from common.clock import MonotonicClock
-from common.config.endpoints import with_key
-from common.config.schema import ClusterConfig
-from common.transport.context import TransportContext
-from common.transport.security import load_security
-from router.app import AppDependencies, create_app
-from router.http.metrics import RouterMetrics
-from router.http.shell import AsgiShell
-from router.service import RouterService, ServiceSettings
+from kvferry.common.clock import MonotonicClock
+from kvferry.common.config.endpoints import with_key
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.security import load_security
+from kvferry.router.app import AppDependencies, create_app
+from kvferry.router.http.metrics import RouterMetrics
+from kvferry.router.http.shell import AsgiShell
+from kvferry.router.service import RouterService, ServiceSettings
 
 START_WAIT_S = 3.0
 """Several announcements: a cluster that is up is found within one."""

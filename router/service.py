@@ -9,24 +9,24 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.clock import Clock
-from common.config.protocol import Limits, Timers
-from common.errors import UnavailableError
-from common.ids import RequestId, new_incarnation
-from common.model_info import ModelInfo
-from common.protocol.messages import Announce, Envelope
-from common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
-from common.state.events import Announced, Event, Tick
-from common.state.links import LinkState
-from common.transport.announce import AnnouncementListener
-from common.transport.async_receiver import AsyncReceiver
-from common.transport.client_links import ClientLinks
-from common.transport.context import TransportContext
-from router.api import GenerateRequest, NodeState, NodeStatus, ServiceCounts, TokenStream
-from router.async_watcher import AsyncWatcher
-from router.core.core import RouterCore
-from router.core.effects import Deliver, Effect, Finish
-from router.stream import QueuedStream
+from kvferry.common.clock import Clock
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import UnavailableError
+from kvferry.common.ids import RequestId, new_incarnation
+from kvferry.common.model_info import ModelInfo
+from kvferry.common.protocol.messages import Announce, Envelope
+from kvferry.common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
+from kvferry.common.state.events import Announced, Event, Tick
+from kvferry.common.state.links import LinkState
+from kvferry.common.transport.announce import AnnouncementListener
+from kvferry.common.transport.async_receiver import AsyncReceiver
+from kvferry.common.transport.client_links import ClientLinks
+from kvferry.common.transport.context import TransportContext
+from kvferry.router.api import GenerateRequest, NodeState, NodeStatus, ServiceCounts, TokenStream
+from kvferry.router.async_watcher import AsyncWatcher
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.effects import Deliver, Effect, Finish
+from kvferry.router.stream import QueuedStream
 
 TICK_S = 0.05
 LAST_WORD_S = 0.05

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from common.ids import RequestId
-from router.api import EndEvent, StreamEvent
+from kvferry.common.ids import RequestId
+from kvferry.router.api import EndEvent, StreamEvent
 
 
 class QueuedStream:

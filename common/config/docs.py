@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import inspect as types
 
-from common.config.schema import ClusterConfig, section_types
-from common.config.toml import TomlValue, toml_value
+from kvferry.common.config.schema import ClusterConfig, section_types
+from kvferry.common.config.toml import TomlValue, toml_value
 
 _WIDTH = 116
 

@@ -7,8 +7,8 @@ have. So who connects knows, wherever the endpoint came from. Pure; resolves no 
 import ipaddress
 from typing import NamedTuple
 
-from common.config.shown import shown
-from common.errors import ConfigError
+from kvferry.common.config.shown import shown
+from kvferry.common.errors import ConfigError
 
 SCHEMES = ("tcp", "ipc", "inproc")
 KEY_DIGITS = 64

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from common.config.cgroup import cgroup_free_bytes
+from kvferry.common.config.cgroup import cgroup_free_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 

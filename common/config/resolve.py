@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from common.config.host import HostFacts
-from common.config.schema import ClusterConfig, Device, KvTransport, Role
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.schema import ClusterConfig, Device, KvTransport, Role
 
 _KV_CACHE_MOST_BYTES = 1 << 30
 _KV_CACHE_LEAST_BYTES = 64 << 20

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store as Store  # type: ignore[attr-defined]  # it is, its stubs do not say so
 
-from common.device.graphs import Graphs
-from common.device.quantize import WeightScheme
+from kvferry.common.device.graphs import Graphs
+from kvferry.common.device.quantize import WeightScheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 
-from common.config.host import probe_host
-from common.device.base import Group, KvTensorSpec, Ops, Store
-from common.device.cpu_ops import CpuOps
-from common.device.graphs import Graphs
+from kvferry.common.config.host import probe_host
+from kvferry.common.device.base import Group, KvTensorSpec, Ops, Store
+from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.device.graphs import Graphs
 
 
 class CpuDevice:
-    """Implements `common.device.base.Device`.
+    """Implements `kvferry.common.device.base.Device`.
 
     A cache tensor of shape_per_token (heads, D) lies as [num_blocks, heads, block_size, D]; any other shape as
     [num_blocks, block_size, *shape_per_token]. The number of dimensions tells which.

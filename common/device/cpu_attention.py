@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import AttentionMetadata
+from kvferry.common.device.base import AttentionMetadata
 
 _GROUP_RATIO = 0.5
 """A decode group's shortest sequence has at least this share of its longest one's tokens: bounds the padding."""

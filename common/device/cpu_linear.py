@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import Linear, PerHead
+from kvferry.common.device.base import Linear, PerHead
 
 _PROBE_SHAPE = (8, 32, 16)
 _PROBE_TOLERANCE = 0.02

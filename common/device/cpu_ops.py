@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device import cpu_attention, cpu_linear, quantized_linear
-from common.device.base import (
+from kvferry.common.device import cpu_attention, cpu_linear, quantized_linear
+from kvferry.common.device.base import (
     AttentionMetadata,
     Experts,
     FusedLayers,
@@ -20,8 +20,8 @@ from common.device.base import (
     PackedForm,
     PerHead,
 )
-from common.device.experts import LoopedExperts
-from common.device.quantize import WeightScheme
+from kvferry.common.device.experts import LoopedExperts
+from kvferry.common.device.quantize import WeightScheme
 
 _LATENT_SCORES = 1 << 12
 """Rows times heads of a latent prefill block: every head reads the same keys, so that one matmul has all of them."""

@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 
-from common.device.accelerator import Accelerator, CacheRules
-from common.device.base import Device, DeviceProbe, Group, Store
-from common.device.graphs import AcceleratorGraphs, Step
-from common.device.torch_ops import TorchOps
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.accelerator import Accelerator, CacheRules
+from kvferry.common.device.base import Device, DeviceProbe, Group, Store
+from kvferry.common.device.graphs import AcceleratorGraphs, Step
+from kvferry.common.device.torch_ops import TorchOps
+from kvferry.common.errors import DeviceUnavailableError
 
 _RULES = CacheRules(alignment=512, block_size_multiple=16, block_size_max=1024)
 """The ops are plain tensor code, so these are choices: the allocator's granularity, and blocks worth a gather."""
@@ -58,7 +58,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class _CudaGraph:
-    """Implements `common.device.graphs.Graph`. No kernel takes lengths from the host."""
+    """Implements `kvferry.common.device.graphs.Graph`. No kernel takes lengths from the host."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
@@ -69,7 +69,7 @@ class _CudaGraph:
 
 
 class _Recorder:
-    """Its `record` is a `common.device.graphs.Record`."""
+    """Its `record` is a `kvferry.common.device.graphs.Record`."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from common.device.base import Linear
+from kvferry.common.device.base import Linear
 
 
 class LoopedExperts:

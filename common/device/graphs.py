@@ -7,7 +7,7 @@ started as a whole. What is recorded is work alone: addresses, shapes and the ho
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol
 
-from common.device.streams import Stream, StreamApi
+from kvferry.common.device.streams import Stream, StreamApi
 
 Step = Callable[[], None]
 """Gives the device work that reads and writes memory which outlives the recording. It waits for nothing, and what it

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from common.device.graphs import Step
-from common.device.streams import DeviceStream
+from kvferry.common.device.graphs import Step
+from kvferry.common.device.streams import DeviceStream
 
 
 class NpuGraphHandle(Protocol):
@@ -46,7 +46,7 @@ class NpuGraphApi(Protocol):
 
 
 class NpuGraph:
-    """Implements `common.device.graphs.Graph`."""
+    """Implements `kvferry.common.device.graphs.Graph`."""
 
     def __init__(self, handle: NpuGraphHandle) -> None:
         self._handle = handle
@@ -58,7 +58,7 @@ class NpuGraph:
 
 
 class NpuRecorder:
-    """Its `record` is a `common.device.graphs.Record`."""
+    """Its `record` is a `kvferry.common.device.graphs.Record`."""
 
     def __init__(self, npu: NpuGraphApi) -> None:
         self._npu = npu

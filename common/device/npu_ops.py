@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata
-from common.device.torch_ops import TorchOps
+from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.torch_ops import TorchOps
 
 MASK_SIZE = 2048
 """Side of the one compressed causal mask that the attention kernel takes for sequences of any length."""
@@ -99,7 +99,7 @@ def causal_mask(device: torch.device) -> Tensor:
 
 
 class NpuOps(TorchOps):
-    """Implements `common.device.base.Ops`. `mask` is `causal_mask` on the device, made once."""
+    """Implements `kvferry.common.device.base.Ops`. `mask` is `causal_mask` on the device, made once."""
 
     def __init__(self, torch_npu: TorchNpuOps, features: NpuFeatures, mask: Tensor) -> None:
         self._npu = torch_npu

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.device.base import KvTensorSpec
+from kvferry.common.device.base import KvTensorSpec
 
 
 def allocate_paged(

@@ -4,8 +4,8 @@ for where there are no kernels for them, and to compare those with."""
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import Linear
-from common.device.quantize import WeightScheme, quantize, quantize_rows
+from kvferry.common.device.base import Linear
+from kvferry.common.device.quantize import WeightScheme, quantize, quantize_rows
 
 
 def pack(weight: Tensor, bias: Tensor | None, scheme: WeightScheme) -> Linear:

@@ -7,8 +7,8 @@ there, so `auto` does not raise.
 import logging
 from typing import Literal
 
-from common.device.base import Device, DeviceProbe
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.base import Device, DeviceProbe
+from kvferry.common.errors import DeviceUnavailableError
 
 _LOG = logging.getLogger("kvferry.device")
 
@@ -26,17 +26,17 @@ def select_device(name: DeviceName, threads: int, index: int = 0) -> Device:
     Raises DeviceUnavailableError, saying what is missing, when a device was named and cannot be used.
     """
     if name == "npu":
-        from common.device.npu import open_npu
+        from kvferry.common.device.npu import open_npu
 
         return open_npu(index)
     if name == "cuda":
-        from common.device.cuda import open_cuda
+        from kvferry.common.device.cuda import open_cuda
 
         return open_cuda(index)
     if name == "auto":
         return _best(threads, index)
-    from common.device.cpu import CpuDevice
-    from common.device.native.select import cpu_ops
+    from kvferry.common.device.cpu import CpuDevice
+    from kvferry.common.device.native.select import cpu_ops
 
     return CpuDevice(threads, cpu_ops())
 
@@ -54,13 +54,13 @@ def _best(threads: int, index: int) -> Device:
 
 
 def _probe_npu() -> DeviceProbe:
-    from common.device.npu import probe_npu
+    from kvferry.common.device.npu import probe_npu
 
     return probe_npu()
 
 
 def _probe_cuda() -> DeviceProbe:
-    from common.device.cuda import probe_cuda
+    from kvferry.common.device.cuda import probe_cuda
 
     return probe_cuda()
 

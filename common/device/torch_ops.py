@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device import quantized_linear
-from common.device.base import (
+from kvferry.common.device import quantized_linear
+from kvferry.common.device.base import (
     AttentionMetadata,
     Experts,
     FusedLayers,
@@ -21,13 +21,13 @@ from common.device.base import (
     PackedForm,
     PerHead,
 )
-from common.device.experts import LoopedExperts
-from common.device.paged import write_paged_tokens
-from common.device.quantize import WeightScheme
+from kvferry.common.device.experts import LoopedExperts
+from kvferry.common.device.paged import write_paged_tokens
+from kvferry.common.device.quantize import WeightScheme
 
 
 class TorchOps:
-    """Implements `common.device.base.Ops`; stateless."""
+    """Implements `kvferry.common.device.base.Ops`; stateless."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
         """The library's own matmul takes [out, in] weights as they are."""

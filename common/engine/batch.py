@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.base import AttentionMetadata
-from common.engine.staging import Staging, StepInputs, StepShape
-from common.scheduling.step import ScheduledSequence
+from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.engine.staging import Staging, StepInputs, StepShape
+from kvferry.common.scheduling.step import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from common.device.base import Device
-from common.device.graphs import Graph, Graphs
-from common.engine.batch import Batch, make_batch
-from common.engine.kv_cache import KvCache
-from common.engine.staging import Staging, StepShape
-from common.models.causal_lm import CausalLM
-from common.scheduling.step import ScheduledSequence
+from kvferry.common.device.base import Device
+from kvferry.common.device.graphs import Graph, Graphs
+from kvferry.common.engine.batch import Batch, make_batch
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.staging import Staging, StepShape
+from kvferry.common.models.causal_lm import CausalLM
+from kvferry.common.scheduling.step import ScheduledSequence
 
 _LOG = logging.getLogger("kvferry.engine")
 _LEAST_WIDTH_TOKENS = 512

@@ -8,17 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.device.base import Device
-from common.engine.batch import Batch, make_batch
-from common.engine.decode_graphs import DecodeGraphs
-from common.engine.host_cache import HostCache
-from common.engine.kv_cache import KvCache
-from common.engine.sampler import SampleResult
-from common.engine.staging import Staging
-from common.models.causal_lm import CausalLM
-from common.parallel.collectives import ALONE, Collectives
-from common.sampling_params import SamplingParams
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.device.base import Device
+from kvferry.common.engine.batch import Batch, make_batch
+from kvferry.common.engine.decode_graphs import DecodeGraphs
+from kvferry.common.engine.host_cache import HostCache
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.sampler import SampleResult
+from kvferry.common.engine.staging import Staging
+from kvferry.common.models.causal_lm import CausalLM
+from kvferry.common.parallel.collectives import ALONE, Collectives
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 
 LayersDone = Callable[[int], None]
 

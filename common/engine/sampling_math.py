@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.engine import philox
+from kvferry.common.engine import philox
 
 _FIRST_CANDIDATES = 1024
 """How many of the best tokens top-p looks at before it sorts the whole vocabulary."""

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.device.base import Device
+from kvferry.common.device.base import Device
 
 _ALIGNMENT = 512
 """Bytes; of each input, whatever kernels ask of the address of a tensor."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from common.errors import InvariantError
-from common.kv.hashing import chain_bytes, root, token_bytes
-from common.kv.prefix_cache import Content, PrefixCache
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.hashing import chain_bytes, root, token_bytes
+from kvferry.common.kv.prefix_cache import Content, PrefixCache
 
 ID_BYTES = 4
 

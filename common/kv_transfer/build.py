@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from common.config.protocol import Limits, Timers
-from common.config.resolve import NodeSettings
-from common.ids import Incarnation
-from common.kv_transfer.interface import BlockBytes, Post
-from common.kv_transfer.shm import ShmReach, ShmSlots
-from common.kv_transfer.zmq_backend import ZmqKvMover
-from common.transport.context import TransportContext
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer.interface import BlockBytes, Post
+from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
+from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
+from kvferry.common.transport.context import TransportContext
 
 
 def make_mover(

@@ -9,11 +9,11 @@ import zlib
 from dataclasses import dataclass, field
 from enum import Enum
 
-from common.errors import InvariantError
-from common.ids import TransferKey
-from common.kv_transfer.interface import BlockBytes
-from common.protocol.messages import Piece
-from common.protocol.wire import Frame
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import TransferKey
+from kvferry.common.kv_transfer.interface import BlockBytes
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.protocol.wire import Frame
 
 
 class Verdict(Enum):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.clock import Clock
-from common.config.protocol import Limits
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Piece
-from common.state.events import (
+from kvferry.common.clock import Clock
+from kvferry.common.config.protocol import Limits
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.state.events import (
     KvFailed,
     KvSendFailed,
     PieceArrived,

@@ -8,10 +8,10 @@ own window and holds up no other. A piece for staging slots waits until one of i
 from collections import deque
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import Incarnation, TransferKey
-from common.kv_transfer.slot_writes import SlotWrites
-from common.protocol.messages import Piece
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.kv_transfer.slot_writes import SlotWrites
+from kvferry.common.protocol.messages import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.errors import InvariantError
-from common.ids import TransferKey
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import TransferKey
 
 
 class _Use(Enum):

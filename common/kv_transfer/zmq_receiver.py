@@ -7,15 +7,15 @@ from collections import Counter
 
 import msgspec
 
-from common.errors import ProtocolError
-from common.ids import Incarnation
-from common.kv_transfer.expectations import Expectations, Verdict
-from common.kv_transfer.interface import KvEnd
-from common.kv_transfer.staging import SlotMemory
-from common.protocol.messages import Credit, Envelope, Piece
-from common.protocol.wire import Frame, decode, encode
-from common.state.events import PieceArrived, PieceBad
-from common.transport.node_socket import NodeSocket
+from kvferry.common.errors import ProtocolError
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer.expectations import Expectations, Verdict
+from kvferry.common.kv_transfer.interface import KvEnd
+from kvferry.common.kv_transfer.staging import SlotMemory
+from kvferry.common.protocol.messages import Credit, Envelope, Piece
+from kvferry.common.protocol.wire import Frame, decode, encode
+from kvferry.common.state.events import PieceArrived, PieceBad
+from kvferry.common.transport.node_socket import NodeSocket
 
 BATCH = 8
 """Pieces taken in before sending gets its turn."""

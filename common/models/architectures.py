@@ -1,7 +1,7 @@
 """Which architectures can be served, by name alone: no torch, so that a launcher can ask. Classes: `registry`."""
 
-from common.errors import ModelLoadError
-from common.models.settings import Settings
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.settings import Settings
 
 _KNOWN = frozenset({
     "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",

@@ -5,10 +5,10 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from common.device.base import KvTensorSpec, Linear, Ops
-from common.models.config import ModelConfig
-from common.models.loader import WeightLoader
-from common.models.step import ModelStep
+from kvferry.common.device.base import KvTensorSpec, Linear, Ops
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.loader import WeightLoader
+from kvferry.common.models.step import ModelStep
 
 
 class Attention(Protocol):

@@ -6,11 +6,11 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, Device, KvTensorSpec
-from common.device.quantize import WeightScheme
-from common.models.config import ModelConfig
-from common.models.weights import TrackedWeights
-from common.parallel.collectives import ALONE, Collectives
+from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.weights import TrackedWeights
+from kvferry.common.parallel.collectives import ALONE, Collectives
 
 LayerDone = Callable[[int], None]
 """Called with the number of layers whose kernels have been started so far: 1, 2, ..."""

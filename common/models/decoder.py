@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from common.device.base import (
+from kvferry.common.device.base import (
     AttentionMetadata,
     Device,
     FusedLayers,
@@ -21,20 +21,20 @@ from common.device.base import (
     Linear,
     Ops,
 )
-from common.device.quantize import WeightScheme
-from common.models.attention import Attention, GroupedAttention
-from common.models.causal_lm import LayerDone
-from common.models.config import ModelConfig
-from common.models.latent_attention import LatentAttention
-from common.models.loader import WeightLoader
-from common.models.mlp import GatedMlp, Mlp, load_mlp
-from common.models.moe import MoeMlp
-from common.models.rope import cos_sin, inverse_frequencies
-from common.models.step import ModelStep
-from common.models.weights import ROPE_FACTORS, TrackedWeights
-from common.parallel.collectives import ALONE, Collectives
-from common.parallel.shard import WHOLE, Shard
-from common.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.models.attention import Attention, GroupedAttention
+from kvferry.common.models.causal_lm import LayerDone
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.latent_attention import LatentAttention
+from kvferry.common.models.loader import WeightLoader
+from kvferry.common.models.mlp import GatedMlp, Mlp, load_mlp
+from kvferry.common.models.moe import MoeMlp
+from kvferry.common.models.rope import cos_sin, inverse_frequencies
+from kvferry.common.models.step import ModelStep
+from kvferry.common.models.weights import ROPE_FACTORS, TrackedWeights
+from kvferry.common.parallel.collectives import ALONE, Collectives
+from kvferry.common.parallel.shard import WHOLE, Shard
+from kvferry.common.parallel.vocabulary import VocabularyEmbedding, VocabularyHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """Implements `common.models.causal_lm.CausalLM`."""
+    """Implements `kvferry.common.models.causal_lm.CausalLM`."""
 
     def __init__(
         self,

@@ -7,13 +7,13 @@ layers for multi-token prediction, which V3 checkpoints carry, are not loaded: t
 from dataclasses import replace
 from typing import Literal
 
-from common.errors import ModelLoadError
-from common.models.config import MlaConfig, ModelConfig, MoeConfig
-from common.models.decoder import DecoderModel
-from common.models.family import Family, HfSettings
-from common.models.hf_settings import decoder_config
-from common.models.moe import check_experts
-from common.models.settings import Settings
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import MlaConfig, ModelConfig, MoeConfig
+from kvferry.common.models.decoder import DecoderModel
+from kvferry.common.models.family import Family, HfSettings
+from kvferry.common.models.hf_settings import decoder_config
+from kvferry.common.models.moe import check_experts
+from kvferry.common.models.settings import Settings
 
 _WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef", "auto_map")
 """Settings of training, and where the publisher's own code is, which is what the family is."""

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from common.models.causal_lm import CausalLM
-from common.models.config import ModelConfig
-from common.models.settings import Settings
+from kvferry.common.models.causal_lm import CausalLM
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

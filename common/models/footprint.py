@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.device.base import Ops
-from common.device.quantize import WeightScheme, bits_per_weight
-from common.models.config import ModelConfig
-from common.models.weights import WeightSource
+from kvferry.common.device.base import Ops
+from kvferry.common.device.quantize import WeightScheme, bits_per_weight
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.weights import WeightSource
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"

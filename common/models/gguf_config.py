@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from common.errors import ModelLoadError
-from common.models.config import ModelConfig, RopeConfig
-from common.models.settings import Settings
-from common.tokenizer.gguf_header import GgufHeader
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import ModelConfig, RopeConfig
+from kvferry.common.models.settings import Settings
+from kvferry.common.tokenizer.gguf_header import GgufHeader
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from common.models.architectures import architecture_of
-from common.models.config import ModelConfig
-from common.models.family import HfSettings
-from common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES
-from common.models.json_file import read_json
-from common.models.registry import family
-from common.models.settings import Settings
+from kvferry.common.models.architectures import architecture_of
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.family import HfSettings
+from kvferry.common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES
+from kvferry.common.models.json_file import read_json
+from kvferry.common.models.registry import family
+from kvferry.common.models.settings import Settings
 
 
 def read_hf_config(directory: Path) -> ModelConfig:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from common.errors import ModelLoadError
-from common.models.json_file import read_json
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.json_file import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from common.errors import ModelLoadError
-from common.models.architectures import architecture_of
-from common.models.config import ModelConfig, RopeConfig
-from common.models.family import HfSettings
-from common.models.rope import rope_from_settings
-from common.models.settings import Settings
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.architectures import architecture_of
+from kvferry.common.models.config import ModelConfig, RopeConfig
+from kvferry.common.models.family import HfSettings
+from kvferry.common.models.rope import rope_from_settings
+from kvferry.common.models.settings import Settings
 
 HARMLESS = frozenset({
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "use_cache", "pad_token_id",

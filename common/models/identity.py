@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.device.quantize import WeightScheme
-from common.models.config import ModelConfig
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.models.config import ModelConfig
 
 _HEAD_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 14

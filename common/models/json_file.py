@@ -4,7 +4,7 @@ from pathlib import Path
 
 import orjson
 
-from common.errors import ModelLoadError
+from kvferry.common.errors import ModelLoadError
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -11,17 +11,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from common.device.base import KvTensorSpec, Linear, Ops, PerHead
-from common.models.config import MlaConfig, ModelConfig
-from common.models.loader import WeightLoader, joined
-from common.models.step import ModelStep
+from kvferry.common.device.base import KvTensorSpec, Linear, Ops, PerHead
+from kvferry.common.models.config import MlaConfig, ModelConfig
+from kvferry.common.models.loader import WeightLoader, joined
+from kvferry.common.models.step import ModelStep
 
 _LATENT_EPS = 1e-6
 """Of the norms of the latents; the configuration's own is for the other norms."""
 
 
 class LatentAttention:
-    """Implements `common.models.attention.Attention`. The projections that share their input are merged."""
+    """Implements `kvferry.common.models.attention.Attention`. The projections that share their input are merged."""
 
     def __init__(
         self, config: ModelConfig, mla: MlaConfig, ops: Ops, latent_norm: Tensor, inputs: "LatentInputs",

@@ -5,10 +5,10 @@ Llama 1 to 3.3, SmolLM and everything else whose config says LlamaForCausalLM.
 
 from dataclasses import replace
 
-from common.models.config import ModelConfig
-from common.models.decoder import DecoderModel
-from common.models.family import Family, HfSettings
-from common.models.hf_settings import decoder_config, default_head_dim
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.decoder import DecoderModel
+from kvferry.common.models.family import Family, HfSettings
+from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 
 
 def read_config(given: HfSettings) -> ModelConfig:

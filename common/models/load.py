@@ -11,24 +11,24 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-from common.device.base import Device, KvTensorSpec
-from common.device.quantize import WeightScheme
-from common.errors import ModelLoadError
-from common.model_info import ModelInfo
-from common.models.causal_lm import CausalLM
-from common.models.config import ModelConfig
-from common.models.footprint import Footprint, footprint
-from common.models.gguf_config import read_gguf_config
-from common.models.hf_config import read_hf_config
-from common.models.hf_files import safetensors_files
-from common.models.identity import model_identity
-from common.models.packed_store import SUFFIX, PackedStore, open_store
-from common.models.registry import family
-from common.models.weights import TrackedWeights, WeightSource
-from common.models.weights_gguf import GgufWeights
-from common.models.weights_hf import HfWeights
-from common.parallel.collectives import ALONE, Collectives
-from common.tokenizer.gguf_header import read_gguf_header
+from kvferry.common.device.base import Device, KvTensorSpec
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.model_info import ModelInfo
+from kvferry.common.models.causal_lm import CausalLM
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.footprint import Footprint, footprint
+from kvferry.common.models.gguf_config import read_gguf_config
+from kvferry.common.models.hf_config import read_hf_config
+from kvferry.common.models.hf_files import safetensors_files
+from kvferry.common.models.identity import model_identity
+from kvferry.common.models.packed_store import SUFFIX, PackedStore, open_store
+from kvferry.common.models.registry import family
+from kvferry.common.models.weights import TrackedWeights, WeightSource
+from kvferry.common.models.weights_gguf import GgufWeights
+from kvferry.common.models.weights_hf import HfWeights
+from kvferry.common.parallel.collectives import ALONE, Collectives
+from kvferry.common.tokenizer.gguf_header import read_gguf_header
 
 DtypeName = Literal["float32", "bfloat16"]
 _DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from common.device.base import Device, Linear
-from common.device.quantize import WeightScheme
-from common.models.weights import Part, TrackedWeights
-from common.parallel.collectives import ALONE, Collectives
+from kvferry.common.device.base import Device, Linear
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.models.weights import Part, TrackedWeights
+from kvferry.common.parallel.collectives import ALONE, Collectives
 
 
 class WeightLoader:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from common.device.base import Linear, Ops
-from common.models.loader import WeightLoader
+from kvferry.common.device.base import Linear, Ops
+from kvferry.common.models.loader import WeightLoader
 
 Mlp = Callable[[Tensor], Tensor]
 """hidden [T, hidden], normalised -> [T, hidden]."""

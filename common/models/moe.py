@@ -8,12 +8,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from common.device.base import Experts, Linear
-from common.errors import ModelLoadError
-from common.models.config import MoeConfig
-from common.models.loader import WeightLoader
-from common.models.mlp import Mlp, load_partial_mlp
-from common.parallel.collectives import Collectives
+from kvferry.common.device.base import Experts, Linear
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import MoeConfig
+from kvferry.common.models.loader import WeightLoader
+from kvferry.common.models.mlp import Mlp, load_partial_mlp
+from kvferry.common.parallel.collectives import Collectives
 
 _NEVER_ZERO = 1e-20
 """Added to a sum of sigmoids before it divides."""

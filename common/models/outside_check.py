@@ -8,13 +8,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from common.errors import ModelLoadError
-from common.models.architectures import architecture_of, require_known
-from common.models.gguf_config import read_gguf_config
-from common.models.hf_files import safetensors_files
-from common.models.json_file import read_json
-from common.models.settings import Settings
-from common.tokenizer.gguf_header import GgufHeader, read_gguf_header
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.architectures import architecture_of, require_known
+from kvferry.common.models.gguf_config import read_gguf_config
+from kvferry.common.models.hf_files import safetensors_files
+from kvferry.common.models.json_file import read_json
+from kvferry.common.models.settings import Settings
+from kvferry.common.tokenizer.gguf_header import GgufHeader, read_gguf_header
 
 
 def check_model_files(path: Path) -> None:

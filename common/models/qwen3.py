@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from common.models.config import ModelConfig
-from common.models.decoder import DecoderModel
-from common.models.family import Family, HfSettings
-from common.models.hf_settings import decoder_config, layer_windows
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.decoder import DecoderModel
+from kvferry.common.models.family import Family, HfSettings
+from kvferry.common.models.hf_settings import decoder_config, layer_windows
 
 _DEFAULT_HEAD_DIM = 128
 

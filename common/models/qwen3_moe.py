@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from common.errors import ModelLoadError
-from common.models.config import ModelConfig, MoeConfig
-from common.models.decoder import DecoderModel
-from common.models.family import Family, HfSettings
-from common.models.hf_settings import decoder_config, default_head_dim
-from common.models.moe import check_experts
-from common.models.settings import Settings
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import ModelConfig, MoeConfig
+from kvferry.common.models.decoder import DecoderModel
+from kvferry.common.models.family import Family, HfSettings
+from kvferry.common.models.hf_settings import decoder_config, default_head_dim
+from kvferry.common.models.moe import check_experts
+from kvferry.common.models.settings import Settings
 
 
 def read_config(given: HfSettings) -> ModelConfig:

@@ -1,9 +1,9 @@
 """Architecture names to model families. A new family adds a line here, its name to `architectures`
 and one file beside it."""
 
-from common.models import deepseek, llama, mistral, qwen2, qwen3, qwen3_moe
-from common.models.architectures import require_known
-from common.models.family import Family
+from kvferry.common.models import deepseek, llama, mistral, qwen2, qwen3, qwen3_moe
+from kvferry.common.models.architectures import require_known
+from kvferry.common.models.family import Family
 
 _FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": deepseek.FAMILY_V2,

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from common.errors import ModelLoadError
-from common.models.config import RopeConfig
-from common.models.settings import Settings
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import RopeConfig
+from kvferry.common.models.settings import Settings
 
 
 def rope_from_settings(values: Mapping[str, object], theta: float, max_positions: int, where: str) -> RopeConfig:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.device.base import AttentionMetadata
+from kvferry.common.device.base import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)

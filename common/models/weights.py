@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from common.errors import ModelLoadError
-from common.models.packed_store import PackedStore
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.packed_store import PackedStore
 
 ROPE_FACTORS = "rope_freqs.weight"
 """GGUF files of Llama 3.1 and later carry the stretching of the rotary frequencies as this tensor."""

@@ -13,10 +13,10 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from common.errors import ModelLoadError
-from common.models.config import ModelConfig
-from common.models.weights import ROPE_FACTORS, Part
-from common.tokenizer.gguf_header import GgufHeader, GgufTensor
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.weights import ROPE_FACTORS, Part
+from kvferry.common.tokenizer.gguf_header import GgufHeader, GgufTensor
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -8,9 +8,9 @@ from typing import Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.errors import ModelLoadError
-from common.models.hf_files import safetensors_files
-from common.models.weights import Part
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.hf_files import safetensors_files
+from kvferry.common.models.weights import Part
 
 
 class HfWeights:

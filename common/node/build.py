@@ -5,42 +5,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from common.clock import Clock
-from common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
-from common.config.protocol import Limits, Timers
-from common.config.resolve import NodeSettings
-from common.device.base import Device
-from common.engine.host_cache import HostCache
-from common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
-from common.engine.runner import ModelRunner
-from common.engine.sampler import Sampler
-from common.engine.staging import Landing
-from common.errors import ConfigError
-from common.ids import Incarnation, new_incarnation
-from common.kv.block_pool import BlockPool
-from common.kv.host_pool import HostPool
-from common.kv_transfer.build import make_mover
-from common.kv_transfer.interface import KvMover
-from common.kv_transfer.shm import host_prefix
-from common.model_info import Compatibility, ModelInfo
-from common.models.load import LoadedModel
-from common.node.engine_thread import EngineThread, StepRunner
-from common.node.graphs import GraphPlan, plan_graphs, record_graphs
-from common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
-from common.node.shell import NodeParts, NodeShell
-from common.parallel.collectives import ALONE
-from common.protocol.messages import PROTOCOL_VERSION
-from common.ranks.kv import RankedKvMover
-from common.ranks.runner import LeadRunner
-from common.ranks.team import RankTeam
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.state.clients import ClientTable
-from common.state.events import Event
-from common.state.leg import Leg
-from common.state.node_core import NodeCore, NodeIdentity
-from common.state.piece_plan import KvShape
-from common.transport.context import TransportContext
+from kvferry.common.clock import Clock
+from kvferry.common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.device.base import Device
+from kvferry.common.engine.host_cache import HostCache
+from kvferry.common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
+from kvferry.common.engine.runner import ModelRunner
+from kvferry.common.engine.sampler import Sampler
+from kvferry.common.engine.staging import Landing
+from kvferry.common.errors import ConfigError
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.kv_transfer.build import make_mover
+from kvferry.common.kv_transfer.interface import KvMover
+from kvferry.common.kv_transfer.shm import host_prefix
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.models.load import LoadedModel
+from kvferry.common.node.engine_thread import EngineThread, StepRunner
+from kvferry.common.node.graphs import GraphPlan, plan_graphs, record_graphs
+from kvferry.common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
+from kvferry.common.node.shell import NodeParts, NodeShell
+from kvferry.common.parallel.collectives import ALONE
+from kvferry.common.protocol.messages import PROTOCOL_VERSION
+from kvferry.common.ranks.kv import RankedKvMover
+from kvferry.common.ranks.runner import LeadRunner
+from kvferry.common.ranks.team import RankTeam
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.state.clients import ClientTable
+from kvferry.common.state.events import Event
+from kvferry.common.state.leg import Leg
+from kvferry.common.state.node_core import NodeCore, NodeIdentity
+from kvferry.common.state.piece_plan import KvShape
+from kvferry.common.transport.context import TransportContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from common.clock import Clock, MonotonicClock
-from common.scheduling.drawn import Drawn
-from common.scheduling.step import StepPlan, StepResult
-from common.state.events import EngineFailed, Event, LayersDone, StepDone, StepGoesOn
+from kvferry.common.clock import Clock, MonotonicClock
+from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.state.events import EngineFailed, Event, LayersDone, StepDone, StepGoesOn
 
 LONG_S = 1.0
 """Where the step before began less than this ago, the next one that computes no prompt is short as well."""

@@ -6,11 +6,11 @@ Composes; what is recorded and how is in `common.engine.decode_graphs`.
 import logging
 from dataclasses import dataclass
 
-from common.config.resolve import NodeSettings
-from common.device.base import Device
-from common.engine.decode_graphs import DecodeGraphs, GraphSize, graph_sizes, num_scratch_blocks
-from common.engine.kv_cache import KvCache
-from common.models.load import LoadedModel
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.device.base import Device
+from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize, graph_sizes, num_scratch_blocks
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.models.load import LoadedModel
 
 _LOG = logging.getLogger("kvferry.engine")
 

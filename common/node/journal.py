@@ -5,8 +5,8 @@ Never the contents: no token ids, no KV.
 
 import logging
 
-from common.ids import Incarnation
-from common.protocol.messages import (
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import (
     Beat,
     CommitRefused,
     FirstToken,

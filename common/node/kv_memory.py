@@ -1,9 +1,9 @@
 """How much memory KV takes on each rank of a node, on the device and on the host. Arithmetic; allocates nothing."""
 
-from common.config.protocol import Limits
-from common.config.resolve import NodeSettings
-from common.device.base import Device
-from common.errors import ConfigError
+from kvferry.common.config.protocol import Limits
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.device.base import Device
+from kvferry.common.errors import ConfigError
 
 _SWAP_SHARE = 0.1
 """Of the KV cache, where swap_bytes is worked out."""

@@ -1,9 +1,9 @@
 """Whether a node's model and cache fit, decided before anything large is loaded: what is needed, what there is."""
 
-from common.config.resolve import NodeSettings
-from common.device.base import Device
-from common.errors import ConfigError
-from common.models.footprint import Footprint
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.device.base import Device
+from kvferry.common.errors import ConfigError
+from kvferry.common.models.footprint import Footprint
 
 _MIB = 1 << 20
 

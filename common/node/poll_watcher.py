@@ -4,12 +4,12 @@ import logging
 import threading
 from collections.abc import Callable
 
-from common.protocol.wire import Frame
-from common.transport.client_links import Close
-from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
-from common.transport.poll_loop import PollLoop
-from common.transport.probe import ProbeResult, probe
+from kvferry.common.protocol.wire import Frame
+from kvferry.common.transport.client_links import Close
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.probe import ProbeResult, probe
 
 _LOG = logging.getLogger("kvferry.links")
 

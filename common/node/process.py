@@ -16,27 +16,27 @@ from pathlib import Path
 
 import psutil
 
-from common.cache import cache_dir
-from common.clock import MonotonicClock
-from common.config.host import probe_host
-from common.config.resolve import NodeSettings, resolve_node
-from common.config.schema import ClusterConfig, Role
-from common.device.quantize import WeightScheme
-from common.device.select import select_device
-from common.errors import KvferryError, ModelLoadError
-from common.long_lived import keep_what_is_loaded
-from common.models.load import load_model
-from common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
-from common.node.memory import demand_memory
-from common.node.shell import NodeShell
-from common.parallel.collectives import ALONE
-from common.protocol.messages import Announce, Envelope
-from common.ranks.messages import RankSpec
-from common.ranks.team import RankTeam
-from common.state.actions import ExitProcess
-from common.transport.announce import Announcer
-from common.transport.context import TransportContext
-from common.transport.security import load_security
+from kvferry.common.cache import cache_dir
+from kvferry.common.clock import MonotonicClock
+from kvferry.common.config.host import probe_host
+from kvferry.common.config.resolve import NodeSettings, resolve_node
+from kvferry.common.config.schema import ClusterConfig, Role
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.device.select import select_device
+from kvferry.common.errors import KvferryError, ModelLoadError
+from kvferry.common.long_lived import keep_what_is_loaded
+from kvferry.common.models.load import load_model
+from kvferry.common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
+from kvferry.common.node.memory import demand_memory
+from kvferry.common.node.shell import NodeShell
+from kvferry.common.parallel.collectives import ALONE
+from kvferry.common.protocol.messages import Announce, Envelope
+from kvferry.common.ranks.messages import RankSpec
+from kvferry.common.ranks.team import RankTeam
+from kvferry.common.state.actions import ExitProcess
+from kvferry.common.transport.announce import Announcer
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.security import load_security
 
 START_TIMEOUT_S = 60.0
 

@@ -9,17 +9,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.clock import Clock
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError, ProtocolError
-from common.ids import Incarnation
-from common.kv_transfer.interface import KvMover
-from common.node.engine_thread import EngineThread
-from common.node.journal import Journal
-from common.node.poll_watcher import PollWatcher
-from common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
-from common.protocol.wire import decode, encode
-from common.state.actions import (
+from kvferry.common.clock import Clock
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError, ProtocolError
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer.interface import KvMover
+from kvferry.common.node.engine_thread import EngineThread
+from kvferry.common.node.journal import Journal
+from kvferry.common.node.poll_watcher import PollWatcher
+from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
+from kvferry.common.protocol.wire import decode, encode
+from kvferry.common.state.actions import (
     Action,
     BindPeer,
     CloseKv,
@@ -38,14 +38,14 @@ from common.state.actions import (
     SendPiece,
     StopPieces,
 )
-from common.state.events import DrainRequested, Event, Received, Tick
-from common.state.node_core import NodeCore
-from common.transport.client_links import ClientLinks
-from common.transport.context import TransportContext
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from common.transport.poll_loop import PollLoop
-from common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.state.events import DrainRequested, Event, Received, Tick
+from kvferry.common.state.node_core import NodeCore
+from kvferry.common.transport.client_links import ClientLinks
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.wakeup import Inbox, Wakeup
 
 TICK_S = 0.05
 MAX_RECEIVED_PER_TURN = 5000

@@ -5,5 +5,5 @@
 - `vocabulary`: embedding and head, cut along the vocabulary.
 - `group`: how the ranks of one node find one another.
 
-The processes of the ranks are elsewhere (`common.ranks`).
+The processes of the ranks are elsewhere (`kvferry.common.ranks`).
 """

@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.device.base import Group
-from common.errors import InvariantError
-from common.parallel.shard import WHOLE, Shard
+from kvferry.common.device.base import Group
+from kvferry.common.errors import InvariantError
+from kvferry.common.parallel.shard import WHOLE, Shard
 
 
 class Collectives(Protocol):

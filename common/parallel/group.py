@@ -6,8 +6,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
-from common.device.base import Device
-from common.parallel.collectives import GroupCollectives
+from kvferry.common.device.base import Device
+from kvferry.common.parallel.collectives import GroupCollectives
 
 _HOST = "127.0.0.1"
 

@@ -7,8 +7,8 @@ layer needs one sum over the ranks behind its attention and one behind its MLP.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from common.errors import ModelLoadError
-from common.models.config import ModelConfig
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

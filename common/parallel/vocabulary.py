@@ -7,8 +7,8 @@ sum and one gathering a step. The sum is exact: all parts of a row but one are z
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.base import Linear
-from common.parallel.collectives import Collectives
+from kvferry.common.device.base import Linear
+from kvferry.common.parallel.collectives import Collectives
 
 
 class VocabularyEmbedding:

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from common.ids import Incarnation, RequestId, TransferKey
-from common.model_info import Compatibility, ModelInfo
-from common.ranges import Count, Milliseconds, Pieces, Positions, Priority, TokenId, Uint32
-from common.sampling_params import SamplingParams
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.ranges import Count, Milliseconds, Pieces, Positions, Priority, TokenId, Uint32
+from kvferry.common.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 """1: first version."""

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import orjson
 
-from common.config.protocol import Limits
-from common.errors import ProtocolError
-from common.ids import Incarnation
-from common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Envelope, Message, Piece
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ProtocolError
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Envelope, Message, Piece
 
 Frame = bytes | memoryview
 """One frame of a message."""

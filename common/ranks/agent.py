@@ -1,4 +1,4 @@
-"""A rank other than 0, as a process: `python -m common.ranks.agent`, its RankSpec as JSON on standard input.
+"""A rank other than 0, as a process: `python -m kvferry.common.ranks.agent`, its RankSpec as JSON on standard input.
 
 It computes what it is told and moves the KV that it is told to; it decides nothing. It ends when rank 0 says so, when
 rank 0 ends (the kernel sees to that), and when anything fails: what is left of a model cannot compute.
@@ -15,26 +15,26 @@ from typing import cast
 
 import msgspec
 
-from common.config.endpoints import endpoint_of_rank
-from common.device.base import Device
-from common.device.quantize import WeightScheme
-from common.device.select import select_device
-from common.engine.host_cache import HostCache
-from common.engine.kv_cache import KvCache
-from common.engine.runner import ModelRunner
-from common.errors import InvariantError, KvferryError
-from common.ids import Incarnation
-from common.kv_transfer.build import make_mover
-from common.kv_transfer.interface import KvMover
-from common.log import setup_logging
-from common.long_lived import keep_what_is_loaded
-from common.models.load import DtypeName, LoadedModel, load_model
-from common.node.engine_thread import EngineThread
-from common.parallel.collectives import GroupCollectives
-from common.parallel.group import join_store, meet
-from common.parallel.shard import Shard
-from common.ranks import messages
-from common.ranks.messages import (
+from kvferry.common.config.endpoints import endpoint_of_rank
+from kvferry.common.device.base import Device
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.device.select import select_device
+from kvferry.common.engine.host_cache import HostCache
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.runner import ModelRunner
+from kvferry.common.errors import InvariantError, KvferryError
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer.build import make_mover
+from kvferry.common.kv_transfer.interface import KvMover
+from kvferry.common.log import setup_logging
+from kvferry.common.long_lived import keep_what_is_loaded
+from kvferry.common.models.load import DtypeName, LoadedModel, load_model
+from kvferry.common.node.engine_thread import EngineThread
+from kvferry.common.parallel.collectives import GroupCollectives
+from kvferry.common.parallel.group import join_store, meet
+from kvferry.common.parallel.shard import Shard
+from kvferry.common.ranks import messages
+from kvferry.common.ranks.messages import (
     Begin,
     Done,
     Failed,
@@ -47,8 +47,8 @@ from common.ranks.messages import (
     RunPlan,
     ToRank,
 )
-from common.ranks.runner import SilentSampler
-from common.state.events import (
+from kvferry.common.ranks.runner import SilentSampler
+from kvferry.common.state.events import (
     EngineFailed,
     Event,
     KvFailed,
@@ -58,13 +58,13 @@ from common.state.events import (
     PieceSent,
     PiecesStopped,
 )
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.poll_loop import PollLoop
-from common.transport.rank_options import RANK_OPTIONS
-from common.transport.security import load_security
-from common.transport.wakeup import Inbox, Wakeup
-from common.with_parent import die_with_parent
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.rank_options import RANK_OPTIONS
+from kvferry.common.transport.security import load_security
+from kvferry.common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.with_parent import die_with_parent
 
 ENGINE_STOP_S = 2.0
 FLUSH_S = 0.01

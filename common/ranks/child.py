@@ -4,13 +4,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 
 import msgspec
 
-from common.ids import Incarnation, new_incarnation
-from common.ranks import messages
-from common.ranks.messages import Outgoing, RankSpec, ToRank
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.python_command import python_command
+from kvferry.common.ranks import messages
+from kvferry.common.ranks.messages import Outgoing, RankSpec, ToRank
 
 
 class RankProcess:
@@ -59,7 +59,7 @@ def start_rank(common: RankSpec, rank: int, lead: str, store_port: int) -> RankP
     spec = msgspec.structs.replace(common, rank=rank, me=me, lead=lead, store_port=store_port, parent_pid=os.getpid())
     threads = str(spec.settings.threads)
     process = subprocess.Popen(
-        (sys.executable, "-m", "common.ranks.agent"),
+        python_command("kvferry.common.ranks.agent"),
         stdin=subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
     )

@@ -9,14 +9,14 @@ from typing import Generic, TypeVar, get_origin
 
 import msgspec
 
-from common.config.protocol import Limits, Timers
-from common.config.resolve import NodeSettings
-from common.config.schema import LogConfig, SecurityConfig
-from common.errors import InvariantError
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Piece
-from common.protocol.wire import Frame
-from common.scheduling.step import StepPlan
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.config.schema import LogConfig, SecurityConfig
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.protocol.wire import Frame
+from kvferry.common.scheduling.step import StepPlan
 
 _NUMBER_BYTES = 8
 T = TypeVar("T")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from common.engine.runner import LayersDone, ModelRunner
-from common.engine.sampler import SampleResult
-from common.sampling_params import SamplingParams
-from common.scheduling.step import StepPlan, StepResult
+from kvferry.common.engine.runner import LayersDone, ModelRunner
+from kvferry.common.engine.sampler import SampleResult
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import StepPlan, StepResult
 
 
 class LeadRunner:

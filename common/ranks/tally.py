@@ -6,11 +6,11 @@ when every rank has written its part; when one part is bad the piece is, as soon
 
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import TransferKey
-from common.kv_transfer.interface import KvEvent
-from common.protocol.messages import Piece
-from common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import TransferKey
+from kvferry.common.kv_transfer.interface import KvEvent
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 
 
 @dataclass(slots=True)

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
-from common.device.base import Device
-from common.errors import InvariantError, KvferryError
-from common.ids import Incarnation
-from common.kv_transfer.interface import KvEvent
-from common.parallel.collectives import GroupCollectives
-from common.parallel.group import TCPStore, meet, open_store
-from common.parallel.shard import Shard
-from common.ranks import messages
-from common.ranks.child import RankProcess, start_rank
-from common.ranks.messages import (
+from kvferry.common.device.base import Device
+from kvferry.common.errors import InvariantError, KvferryError
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer.interface import KvEvent
+from kvferry.common.parallel.collectives import GroupCollectives
+from kvferry.common.parallel.group import TCPStore, meet, open_store
+from kvferry.common.parallel.shard import Shard
+from kvferry.common.ranks import messages
+from kvferry.common.ranks.child import RankProcess, start_rank
+from kvferry.common.ranks.messages import (
     Begin,
     Done,
     Failed,
@@ -32,14 +32,14 @@ from common.ranks.messages import (
     RunPlan,
     ToRank,
 )
-from common.scheduling.step import StepPlan
-from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
-from common.transport.context import TransportContext
-from common.transport.node_socket import NodeSocket
-from common.transport.outbox import SendResult
-from common.transport.poll_loop import PollLoop
-from common.transport.rank_options import RANK_OPTIONS
-from common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.outbox import SendResult
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.rank_options import RANK_OPTIONS
+from kvferry.common.transport.wakeup import Inbox, Wakeup
 
 START_TIMEOUT_S = 600.0
 """Until a rank has loaded its part: the largest models take minutes."""

@@ -2,12 +2,12 @@
 
 from math import ceil
 
-from common.errors import RequestInvalidError
-from common.kv.block_pool import BlockPool, BlockTable
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Sequence, SequenceSpec, Status
-from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.waiting_queue import PRIORITIES
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.kv.block_pool import BlockPool, BlockTable
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence_table import SequenceTable
+from kvferry.common.scheduling.waiting_queue import PRIORITIES
 
 AWAY = (Status.SWAPPING, Status.SWAPPED)
 """Swapped out, or on the way. While there are any nothing new gets blocks: they were here first, and come back."""

@@ -2,9 +2,9 @@
 
 from array import array
 
-from common.kv.block_pool import BlockPool
-from common.scheduling.sequence import Sequence, Status
-from common.scheduling.step import BlockCopies, NewSequence, ScheduledSequence, StepPlan
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.step import BlockCopies, NewSequence, ScheduledSequence, StepPlan
 
 
 class Batch:

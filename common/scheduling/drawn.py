@@ -6,7 +6,7 @@ Whoever computes keeps one: `fill` before each step, `note` after it. Steps come
 from array import array
 from dataclasses import replace
 
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 
 
 class Drawn:

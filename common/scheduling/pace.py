@@ -5,7 +5,7 @@ takes. Short prompts so pass long ones that came a little earlier, and each wait
 that it takes itself. (First come, first served makes one long prompt everybody's wait; shortest first starves it.)
 """
 
-from common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepPlan
 
 _KEPT_SHARE = 0.9
 """Of what is known, with each step: the last ten count for most of it."""

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable
 
-from common.scheduling.admission import Admission
-from common.scheduling.batch import Batch
-from common.scheduling.events import SchedulerEvent, Started
-from common.scheduling.results import prefilled
-from common.scheduling.room import Room
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Sequence, SequenceSpec, Status
-from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.waiting_queue import WaitingQueue, effective_class
+from kvferry.common.scheduling.admission import Admission
+from kvferry.common.scheduling.batch import Batch
+from kvferry.common.scheduling.events import SchedulerEvent, Started
+from kvferry.common.scheduling.results import prefilled
+from kvferry.common.scheduling.room import Room
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence_table import SequenceTable
+from kvferry.common.scheduling.waiting_queue import WaitingQueue, effective_class
 
 MayStart = Callable[[SequenceSpec], bool]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from common.scheduling.sequence import Sequence
+from kvferry.common.scheduling.sequence import Sequence
 
 
 def rank(seq: Sequence) -> tuple[int, float, int]:

@@ -4,14 +4,22 @@ What comes for a sequence that has ended is dropped: it was aborted, or the step
 ended it. Its blocks stay until the last step that names it is back.
 """
 
-from common.errors import InvariantError
-from common.kv.block_pool import BlockPool
-from common.scheduling.events import ChunkComputed, Failed, Finished, FinishReason, Prefilled, Sampled, SchedulerEvent
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Sequence, Status
-from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from common.scheduling.swapping import Swapping
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.scheduling.events import (
+    ChunkComputed,
+    Failed,
+    Finished,
+    FinishReason,
+    Prefilled,
+    Sampled,
+    SchedulerEvent,
+)
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.sequence_table import SequenceTable
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.swapping import Swapping
 
 
 class Results:

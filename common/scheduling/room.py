@@ -10,15 +10,15 @@ A step is planned ahead of one in flight only while nobody lacks a block: what h
 
 from math import ceil
 
-from common.kv.block_pool import BlockPool
-from common.scheduling.admission import AWAY
-from common.scheduling.batch import Batch
-from common.scheduling.events import GivenBack, SchedulerEvent
-from common.scheduling.preemption import best_of, choose_victim, rank
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Sequence, Status
-from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.swapping import Swapping
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.scheduling.admission import AWAY
+from kvferry.common.scheduling.batch import Batch
+from kvferry.common.scheduling.events import GivenBack, SchedulerEvent
+from kvferry.common.scheduling.preemption import best_of, choose_victim, rank
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.sequence_table import SequenceTable
+from kvferry.common.scheduling.swapping import Swapping
 
 
 class Room:

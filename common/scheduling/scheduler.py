@@ -21,23 +21,23 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.errors import InvariantError, ProtocolError
-from common.kv.block_pool import BlockPool
-from common.kv.host_pool import HostPool
-from common.protocol.messages import Load
-from common.scheduling.admission import AWAY, Admission
-from common.scheduling.batch import Batch
-from common.scheduling.events import SchedulerEvent
-from common.scheduling.pace import Pace
-from common.scheduling.planner import MayStart, Planner
-from common.scheduling.results import Results, check_result
-from common.scheduling.room import Room
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Sequence, SequenceSpec, Status
-from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.step import StepPlan, StepResult
-from common.scheduling.swapping import Swapping
-from common.scheduling.waiting_queue import WaitingQueue
+from kvferry.common.errors import InvariantError, ProtocolError
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.protocol.messages import Load
+from kvferry.common.scheduling.admission import AWAY, Admission
+from kvferry.common.scheduling.batch import Batch
+from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.pace import Pace
+from kvferry.common.scheduling.planner import MayStart, Planner
+from kvferry.common.scheduling.results import Results, check_result
+from kvferry.common.scheduling.room import Room
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence_table import SequenceTable
+from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.scheduling.swapping import Swapping
+from kvferry.common.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduled(NamedTuple):

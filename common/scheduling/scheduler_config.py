@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.errors import ConfigError
+from kvferry.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from common.errors import InvariantError
-from common.kv.block_pool import Tries
-from common.sampling_params import SamplingParams
-from common.scheduling.events import FinishReason
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.block_pool import Tries
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.events import FinishReason
 
 Mode = Literal["prefill", "decode"]
 """prefill: compute all known ids, draw one token, stop and hold the blocks. decode: go on to the end."""

@@ -7,13 +7,13 @@ sequence may be part of it. The host blocks are kept until that step has come ba
 What the prefix cache still has of it is taken from there and not copied.
 """
 
-from common.errors import InvariantError
-from common.kv.block_pool import BlockPool
-from common.kv.host_pool import HostPool
-from common.scheduling.batch import Batch
-from common.scheduling.sequence import Sequence, Status
-from common.scheduling.sequence_table import SequenceTable
-from common.scheduling.step import BlockCopies, StepPlan
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.scheduling.batch import Batch
+from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.sequence_table import SequenceTable
+from kvferry.common.scheduling.step import BlockCopies, StepPlan
 
 
 class Swapping:

@@ -7,7 +7,7 @@ whatever comes later: a class 5 entry stands before any class 1 entry whose turn
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from common.errors import InvariantError
+from kvferry.common.errors import InvariantError
 
 PRIORITIES = range(1, 6)
 COMPACT_AT = 64

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Message, Piece
-from common.scheduling.step import StepPlan
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Message, Piece
+from kvferry.common.scheduling.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ freed; what comes late, old enough and absent, is refused. No tombstones, no lea
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.config.protocol import Timers
-from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey, RequestId
-from common.protocol.messages import Beat, BeatEntry, ClientKind
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, PlanKey, RequestId
+from kvferry.common.protocol.messages import Beat, BeatEntry, ClientKind
 
 FORGOTTEN_KEPT = 256
 

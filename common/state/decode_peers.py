@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from common.ids import Incarnation
-from common.protocol.messages import Candidate
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import Candidate
 
 
 class DecodePeers(Protocol):

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Announce, Envelope, Piece
-from common.scheduling.step import StepResult
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Announce, Envelope, Piece
+from kvferry.common.scheduling.step import StepResult
 
 
 @dataclass(frozen=True, slots=True)

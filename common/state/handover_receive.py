@@ -19,8 +19,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.protocol.messages import Commit, Piece
-from common.state.table import Table
+from kvferry.common.protocol.messages import Commit, Piece
+from kvferry.common.state.table import Table
 
 
 class ReceiveState(Enum):

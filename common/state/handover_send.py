@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
-from common.state.actions import Action, Send, SendPiece, StopPieces
-from common.state.decode_peers import DecodePeers
-from common.state.handover_send_table import FINAL, OPEN, SEND_TABLE, SendEvent, SendState
-from common.state.piece_plan import KvShape, PiecePlan
-from common.state.pieces_out import PiecesOut
-from common.state.table import Machine
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
+from kvferry.common.state.actions import Action, Send, SendPiece, StopPieces
+from kvferry.common.state.decode_peers import DecodePeers
+from kvferry.common.state.handover_send_table import FINAL, OPEN, SEND_TABLE, SendEvent, SendState
+from kvferry.common.state.piece_plan import KvShape, PiecePlan
+from kvferry.common.state.pieces_out import PiecesOut
+from kvferry.common.state.table import Machine
 
 
 @dataclass(frozen=True, slots=True)

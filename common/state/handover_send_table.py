@@ -11,7 +11,7 @@ FAILED, ABORTED   final; blocks may be let go once `pieces_in_flight` is zero
 
 from enum import Enum, auto
 
-from common.state.table import Table
+from kvferry.common.state.table import Table
 
 
 class SendState(Enum):

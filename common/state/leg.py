@@ -7,14 +7,14 @@ from array import array
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.ids import Incarnation, RequestId, TransferKey
-from common.protocol.messages import Message, Role
-from common.scheduling.events import SchedulerEvent
-from common.scheduling.sequence import SequenceSpec
-from common.scheduling.step import StepPlan
-from common.state.actions import Action
-from common.state.clients import Client
-from common.state.events import Event
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.protocol.messages import Message, Role
+from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.state.actions import Action
+from kvferry.common.state.clients import Client
+from kvferry.common.state.events import Event
 
 
 class Leg(Protocol):

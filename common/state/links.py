@@ -8,13 +8,13 @@ silence counts only while this process itself runs; a peer whose engine has work
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.config.protocol import Timers
-from common.errors import InvariantError
-from common.ids import Incarnation
-from common.protocol.messages import Hello, HelloRefused, Status, Welcome
-from common.state.actions import Action, BindPeer, CloseLink, OpenLink, Probe, ResetLink, SendHello
-from common.state.own_ticks import OwnTicks
-from common.state.table import Machine, Table
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import Hello, HelloRefused, Status, Welcome
+from kvferry.common.state.actions import Action, BindPeer, CloseLink, OpenLink, Probe, ResetLink, SendHello
+from kvferry.common.state.own_ticks import OwnTicks
+from kvferry.common.state.table import Machine, Table
 
 FORGET_AFTER_S = 60.0
 """A dead link that nobody announces is dropped after this long."""

@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from common.config.protocol import Timers
-from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey, TransferKey
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, PlanKey, TransferKey
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Beat,
@@ -29,12 +29,12 @@ from common.protocol.messages import (
     Status,
     Welcome,
 )
-from common.scheduling.events import SchedulerEvent
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.sequence import SequenceSpec
-from common.state.actions import Action, ExitProcess, RunStep, Send
-from common.state.clients import Client, ClientTable
-from common.state.events import (
+from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.state.actions import Action, ExitProcess, RunStep, Send
+from kvferry.common.state.clients import Client, ClientTable
+from kvferry.common.state.events import (
     DrainRequested,
     EngineFailed,
     Event,
@@ -45,8 +45,8 @@ from common.state.events import (
     StepGoesOn,
     Tick,
 )
-from common.state.leg import Leg
-from common.state.own_ticks import OwnTicks
+from kvferry.common.state.leg import Leg
+from kvferry.common.state.own_ticks import OwnTicks
 
 HandoverMessage = Reserve | Commit | Abort
 

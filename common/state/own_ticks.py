@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.config.protocol import Timers
+from kvferry.common.config.protocol import Timers
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ Nothing here knows where pieces go. Numbers count from 0 for each transfer key, 
 
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import TransferKey
-from common.protocol.messages import Piece
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import TransferKey
+from kvferry.common.protocol.messages import Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ rules 21 and 25.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import TransferKey
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import TransferKey
 
 
 @dataclass(slots=True)

@@ -15,11 +15,11 @@ After a Commit every write was confirmed, and what is asked for again comes in t
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config.protocol import Timers
-from common.errors import InvariantError
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Revoke
-from common.state.actions import Action, CloseSession, Send
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Revoke
+from kvferry.common.state.actions import Action, CloseSession, Send
 
 
 @dataclass(slots=True)

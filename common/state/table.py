@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Generic, TypeVar
 
-from common.errors import InvariantError
+from kvferry.common.errors import InvariantError
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)

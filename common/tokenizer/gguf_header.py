@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import ModelLoadError
+from kvferry.common.errors import ModelLoadError
 
 GgufValue = bool | int | float | str | list["GgufValue"]
 

@@ -6,9 +6,9 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from common.errors import ModelLoadError
-from common.tokenizer.gguf_header import GgufValue
-from common.tokenizer.tokenizer import SpecialTokens, Tokenizer
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.tokenizer.gguf_header import GgufValue
+from kvferry.common.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 _CONTROL, _USER_DEFINED = 3, 4
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

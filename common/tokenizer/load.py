@@ -5,10 +5,10 @@ from pathlib import Path
 import orjson
 from tokenizers import Tokenizer as Backend
 
-from common.errors import ModelLoadError
-from common.tokenizer.gguf_header import read_gguf_header
-from common.tokenizer.gguf_tokenizer import gguf_tokenizer
-from common.tokenizer.tokenizer import SpecialTokens, Tokenizer
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.tokenizer.gguf_header import read_gguf_header
+from kvferry.common.tokenizer.gguf_tokenizer import gguf_tokenizer
+from kvferry.common.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -13,19 +13,19 @@ from dataclasses import replace
 
 import zmq
 
-from common.clock import Clock, MonotonicClock
-from common.config.endpoints import parse_endpoint, with_key
-from common.config.protocol import Limits, Timers
-from common.errors import ConfigError, InvariantError, ProtocolError
-from common.protocol.messages import Announce, Envelope
-from common.protocol.wire import decode, encode
-from common.transport import nowait, options
-from common.transport.channel import Channel
-from common.transport.context import TransportContext
-from common.transport.monitor import LinkEvent, LinkMonitor
-from common.transport.nowait import RECEIVE_BATCH
-from common.transport.options import SocketOptions
-from common.transport.own_socket import OwnSocket
+from kvferry.common.clock import Clock, MonotonicClock
+from kvferry.common.config.endpoints import parse_endpoint, with_key
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import ConfigError, InvariantError, ProtocolError
+from kvferry.common.protocol.messages import Announce, Envelope
+from kvferry.common.protocol.wire import decode, encode
+from kvferry.common.transport import nowait, options
+from kvferry.common.transport.channel import Channel
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.own_socket import OwnSocket
 
 _LOG = logging.getLogger("kvferry.announce")
 FAILURES_TOLD = 3

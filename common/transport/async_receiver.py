@@ -8,8 +8,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from common.errors import InvariantError
-from common.transport.link_socket import LinkSocket
+from kvferry.common.errors import InvariantError
+from kvferry.common.transport.link_socket import LinkSocket
 
 BATCH = 128
 """Messages handled before other callbacks of the loop get their turn."""

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from common.config.keys import KeyRole
+from kvferry.common.config.keys import KeyRole
 
 
 class Channel(Enum):

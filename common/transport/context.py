@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 import zmq
 
-from common.errors import InvariantError, OutOfSocketsError
-from common.transport.channel import Channel
-from common.transport.security import Security
-from common.transport.zap import ZapHandler
+from kvferry.common.errors import InvariantError, OutOfSocketsError
+from kvferry.common.transport.channel import Channel
+from kvferry.common.transport.security import Security
+from kvferry.common.transport.zap import ZapHandler
 
 _LOG = logging.getLogger("kvferry.security")
 

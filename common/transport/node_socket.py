@@ -10,16 +10,16 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
-from common.errors import InvariantError
-from common.ids import Incarnation, routing_id
-from common.protocol.wire import Frame
-from common.transport import nowait, options
-from common.transport.context import TransportContext
-from common.transport.nowait import RECEIVE_BATCH
-from common.transport.options import SocketOptions
-from common.transport.outbox import Outbox, SendResult
-from common.transport.own_socket import OwnSocket
-from common.transport.parcel import pack
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, routing_id
+from kvferry.common.protocol.wire import Frame
+from kvferry.common.transport import nowait, options
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.outbox import Outbox, SendResult
+from kvferry.common.transport.own_socket import OwnSocket
+from kvferry.common.transport.parcel import pack
 
 _INCARNATION_BYTES = 16
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
-from common.protocol.wire import Frame
+from kvferry.common.protocol.wire import Frame
 
 RECEIVE_BATCH = 1000
 """Messages taken from a socket before its owner looks at its timers again."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import zmq
 
-from common.config.endpoints import Endpoint, parse_endpoint, with_key
-from common.config.protocol import Limits, Timers
-from common.errors import ConfigError
-from common.transport.channel import Channel
-from common.transport.context import TransportContext
-from common.transport.parcel import OVERHEAD_BYTES
-from common.transport.probe import ProbeResult, probe
+from kvferry.common.config.endpoints import Endpoint, parse_endpoint, with_key
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import ConfigError
+from kvferry.common.transport.channel import Channel
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.parcel import OVERHEAD_BYTES
+from kvferry.common.transport.probe import ProbeResult, probe
 
 _IPC_PROBE_S = 0.5
 

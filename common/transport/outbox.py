@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 
-from common.errors import InvariantError
-from common.protocol.wire import Frame
+from kvferry.common.errors import InvariantError
+from kvferry.common.protocol.wire import Frame
 
 
 class SendResult(Enum):

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import zmq
 
-from common.errors import InvariantError
-from common.transport import nowait
-from common.transport.context import TransportContext
+from kvferry.common.errors import InvariantError
+from kvferry.common.transport import nowait
+from kvferry.common.transport.context import TransportContext
 
 
 class OwnSocket:

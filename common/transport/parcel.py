@@ -8,7 +8,7 @@ message to it may have more than one. ADR 0025.
 from collections.abc import Sequence
 from struct import Struct
 
-from common.protocol.wire import Frame
+from kvferry.common.protocol.wire import Frame
 
 _LENGTH = Struct("<I")
 OVERHEAD_BYTES = 64

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import zmq
 
-from common.errors import InvariantError
+from kvferry.common.errors import InvariantError
 
 
 class Pollable(Protocol):

@@ -4,7 +4,7 @@ Whether a rank lives is told by its process, so no heartbeat ends a connection: 
 goes on has lost no message.
 """
 
-from common.transport.options import SocketOptions
+from kvferry.common.transport.options import SocketOptions
 
 _NEVER_S = 1_000_000.0
 

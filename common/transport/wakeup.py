@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-from common.errors import InvariantError
+from kvferry.common.errors import InvariantError
 
 T = TypeVar("T")
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import zmq
 
-from common.errors import InvariantError
-from common.transport import nowait
-from common.transport.nowait import RECEIVE_BATCH
-from common.transport.poll_loop import PollLoop
-from common.transport.wakeup import Wakeup
+from kvferry.common.errors import InvariantError
+from kvferry.common.transport import nowait
+from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.wakeup import Wakeup
 
 ENDPOINT = "inproc://zeromq.zap.01"
 TOLD_MAX = 256

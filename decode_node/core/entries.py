@@ -6,14 +6,14 @@ An entry's blocks are the scheduler's sequence. Writing for a key is stopped bef
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey, TransferKey
-from common.protocol.messages import Gone, Refused, Revoke
-from common.scheduling.scheduler import Scheduler
-from common.state.actions import Action, ForgetPieces, Send
-from common.state.handover_receive import ReceiveEvent, ReceiveState
-from common.state.staging_slots import StagingSlots
-from decode_node.core.entry import Entry
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, PlanKey, TransferKey
+from kvferry.common.protocol.messages import Gone, Refused, Revoke
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.state.actions import Action, ForgetPieces, Send
+from kvferry.common.state.handover_receive import ReceiveEvent, ReceiveState
+from kvferry.common.state.staging_slots import StagingSlots
+from kvferry.decode_node.core.entry import Entry
 
 
 @dataclass(slots=True)

@@ -3,11 +3,11 @@
 from array import array
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey, TransferKey
-from common.protocol.messages import Commit, FinishReason, Refused, Reserve, Revoke
-from common.scheduling.sequence import SequenceSpec
-from common.state.handover_receive import (
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, PlanKey, TransferKey
+from kvferry.common.protocol.messages import Commit, FinishReason, Refused, Reserve, Revoke
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.state.handover_receive import (
     HOLDS_BLOCKS,
     RECEIVE_TABLE,
     RECORDS,
@@ -15,8 +15,8 @@ from common.state.handover_receive import (
     ReceiveEvent,
     ReceiveState,
 )
-from common.state.leg import ComputedHere
-from common.state.table import Machine
+from kvferry.common.state.leg import ComputedHere
+from kvferry.common.state.table import Machine
 
 
 @dataclass(slots=True)

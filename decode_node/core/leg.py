@@ -14,24 +14,24 @@ Where the process has a prefill leg too, what that one computes comes by `take` 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.ids import PlanKey, RequestId
-from common.protocol.messages import Abort, Cancel, Commit, Message, Refused, Reserve, Role
-from common.scheduling.events import Failed, Finished, GivenBack, Sampled, SchedulerEvent
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.sequence import SequenceSpec
-from common.scheduling.step import StepPlan
-from common.state.actions import Action
-from common.state.clients import Client, ClientTable
-from common.state.events import Event, PieceArrived, PieceBad, SessionClosed
-from common.state.handover_receive import ReceiveEvent, ReceiveState
-from common.state.leg import ComputedHere
-from common.state.staging_slots import StagingSlots
-from decode_node.core.entries import EntryTable, gone
-from decode_node.core.entry import Entry
-from decode_node.core.outbox import TokenOutbox
-from decode_node.core.reservations import Reservations
-from decode_node.core.takeover import Started, Takeover
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import PlanKey, RequestId
+from kvferry.common.protocol.messages import Abort, Cancel, Commit, Message, Refused, Reserve, Role
+from kvferry.common.scheduling.events import Failed, Finished, GivenBack, Sampled, SchedulerEvent
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.state.actions import Action
+from kvferry.common.state.clients import Client, ClientTable
+from kvferry.common.state.events import Event, PieceArrived, PieceBad, SessionClosed
+from kvferry.common.state.handover_receive import ReceiveEvent, ReceiveState
+from kvferry.common.state.leg import ComputedHere
+from kvferry.common.state.staging_slots import StagingSlots
+from kvferry.decode_node.core.entries import EntryTable, gone
+from kvferry.decode_node.core.entry import Entry
+from kvferry.decode_node.core.outbox import TokenOutbox
+from kvferry.decode_node.core.reservations import Reservations
+from kvferry.decode_node.core.takeover import Started, Takeover
 
 
 @dataclass(slots=True)

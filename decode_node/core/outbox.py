@@ -5,12 +5,12 @@ Rule 30: an engine never waits for a worker. The tokens themselves are in each e
 
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import Incarnation
-from common.protocol.messages import Tokens, TokensEntry
-from common.state.actions import Action, Send
-from common.state.clients import ClientTable
-from decode_node.core.entry import Entry
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import Tokens, TokensEntry
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.clients import ClientTable
+from kvferry.decode_node.core.entry import Entry
 
 
 @dataclass(slots=True)

@@ -6,16 +6,16 @@ Protocol rules 13, 16, 18, 27, 28.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.config.protocol import Limits, Timers
-from common.errors import RequestInvalidError
-from common.ids import PlanKey
-from common.protocol.messages import Granted, Queued, Refused, Reserve, Revoke
-from common.scheduling.waiting_queue import effective_class
-from common.state.actions import Action, ExpectPieces, Send
-from common.state.clients import Client, ClientTable
-from common.state.handover_receive import PieceLedger, ReceiveEvent, ReceiveState
-from decode_node.core.entries import EntryTable
-from decode_node.core.entry import Entry
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.ids import PlanKey
+from kvferry.common.protocol.messages import Granted, Queued, Refused, Reserve, Revoke
+from kvferry.common.scheduling.waiting_queue import effective_class
+from kvferry.common.state.actions import Action, ExpectPieces, Send
+from kvferry.common.state.clients import Client, ClientTable
+from kvferry.common.state.handover_receive import PieceLedger, ReceiveEvent, ReceiveState
+from kvferry.decode_node.core.entries import EntryTable
+from kvferry.decode_node.core.entry import Entry
 
 
 @dataclass(slots=True)

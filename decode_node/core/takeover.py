@@ -3,17 +3,17 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from common.config.protocol import Timers
-from common.errors import ProtocolError
-from common.ids import TransferKey
-from common.protocol.messages import Commit, CommitRefused, Committed, Piece
-from common.scheduling.events import SchedulerEvent
-from common.scheduling.scheduler import Scheduler
-from common.state.actions import Action, Send
-from common.state.clients import Client, ClientTable
-from common.state.handover_receive import ReceiveEvent, ReceiveState
-from decode_node.core.entries import EntryTable
-from decode_node.core.entry import Entry
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import ProtocolError
+from kvferry.common.ids import TransferKey
+from kvferry.common.protocol.messages import Commit, CommitRefused, Committed, Piece
+from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.clients import Client, ClientTable
+from kvferry.common.state.handover_receive import ReceiveEvent, ReceiveState
+from kvferry.decode_node.core.entries import EntryTable
+from kvferry.decode_node.core.entry import Entry
 
 
 @dataclass(slots=True)

@@ -1,4 +1,6 @@
-"""What arriving long prompts do to running streams, on split and on unsplit nodes: `python -m ops.bench.interference`.
+"""What arriving long prompts do to running streams, on split and on unsplit nodes.
+
+Run as `python -m kvferry.ops.bench.interference`.
 
 For each layout, in turn, a cluster of two nodes is started on this machine's cores. Streams run in a closed loop, first
 alone, then again while long prompts with short answers arrive at random times and independent of how fast they are
@@ -18,17 +20,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from common.errors import ConfigError, KvferryError
-from ops.bench.serve.dialect import InferDialect
-from ops.bench.serve.load import Load, prompts, run_load
-from ops.bench.serve.report import Frame, ServeReport, Spread, make_report
-from ops.bench.serve.request import Outcome, Requester
-from ops.bench.serve.run import ServeBench, measure
-from ops.cli.errors import DONE, report
-from ops.cli.numbers import above_zero, positive, whole
-from ops.launcher.started import started_cluster
-from ops.model_choice import option_model
-from ops.target import parse_url
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops.bench.serve.dialect import InferDialect
+from kvferry.ops.bench.serve.load import Load, prompts, run_load
+from kvferry.ops.bench.serve.report import Frame, ServeReport, Spread, make_report
+from kvferry.ops.bench.serve.request import Outcome, Requester
+from kvferry.ops.bench.serve.run import ServeBench, measure
+from kvferry.ops.cli.errors import DONE, report
+from kvferry.ops.cli.numbers import above_zero, positive, whole
+from kvferry.ops.launcher.started import started_cluster
+from kvferry.ops.model_choice import option_model
+from kvferry.ops.target import parse_url
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -161,7 +163,7 @@ def main() -> int:
         if args.plot is not None:
             plot(sides, args.plot)
     except KvferryError as error:
-        return report(error, "ops.bench.interference", debug=False)
+        return report(error, "kvferry.ops.bench.interference", debug=False)
     return DONE
 
 
@@ -185,7 +187,7 @@ def _run(layout: str, args: argparse.Namespace) -> Side:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ops.bench.interference", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvferry.ops.bench.interference", description=__doc__)
     parser.add_argument(
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"
     )

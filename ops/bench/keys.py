@@ -1,7 +1,8 @@
 """What keys cost ferried KV: bytes through the KV sockets with CURVE and without, over tcp on loopback, in one run.
 
-`python -m ops.bench.keys`. Both ends are in this process, each with a ZeroMQ context and so an IO thread of its own:
-it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover sends them.
+Run as `python -m kvferry.ops.bench.keys`. Both ends are in this process, each with a ZeroMQ context and so an IO thread
+of its own: it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover sends
+them.
 """
 
 import argparse
@@ -11,15 +12,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.config.keys import AllowedKeys, key_line
-from common.config.protocol import Limits
-from common.ids import new_incarnation
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from common.transport.poll_loop import PollLoop
-from common.transport.security import Security, new_pair
+from kvferry.common.config.keys import AllowedKeys, key_line
+from kvferry.common.config.protocol import Limits
+from kvferry.common.ids import new_incarnation
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.security import Security, new_pair
 
 PIECE_BYTES = Limits().piece_target_bytes
 HIGH_WATER = 64
@@ -82,7 +83,7 @@ def make_security(folder: Path) -> Security:
 
 def main(argv: list[str]) -> int:
     """Measure in turns and print both medians and their ratio."""
-    argparse.ArgumentParser(prog="python -m ops.bench.keys", description=__doc__).parse_args(argv)
+    argparse.ArgumentParser(prog="python -m kvferry.ops.bench.keys", description=__doc__).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         security = make_security(Path(folder))
         plain, curve = [], []

@@ -1,4 +1,4 @@
-"""Measures how fast KV is ferried between two processes of this host: `python -m ops.bench.kv_transfer`.
+"""Measures how fast KV is ferried between two processes of this host: `python -m kvferry.ops.bench.kv_transfer`.
 
 The real movers, caches in host memory, checksums as configured by default. A second process receives; both ends run at
 the same time, on two cores if there are two. The figure is bytes taken in over the time from the first piece sent to
@@ -16,15 +16,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits
-from common.ids import Incarnation, RequestId, TransferKey
-from common.kv_transfer.interface import KvEvent
-from common.kv_transfer.shm import ShmReach, ShmSlots
-from common.kv_transfer.zmq_backend import ZmqKvMover
-from common.protocol.messages import Piece
-from common.state.events import KvSendFailed, PieceArrived, PieceBad
-from common.transport.context import TransportContext
-from ops.cli.numbers import positive
+from kvferry.common.config.protocol import Limits
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.kv_transfer.interface import KvEvent
+from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
+from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.python_command import python_command
+from kvferry.common.state.events import KvSendFailed, PieceArrived, PieceBad
+from kvferry.common.transport.context import TransportContext
+from kvferry.ops.cli.numbers import positive
 
 SENDER, RECEIVER = Incarnation("1" * 32), Incarnation("2" * 32)
 KEY = TransferKey(RequestId("3" * 32), 1, 1, SENDER, RECEIVER)
@@ -163,8 +164,8 @@ def measure(load: Load) -> Figures:
 
     with mover(RECEIVER, load, post) as (made, endpoint):
         made.expect(KEY, (), 0, load.slots)
-        command = [sys.executable, "-m", "ops.bench.kv_transfer", "--send", endpoint, made.staging_place]
-        command += ["--pieces", str(load.piece_bytes), str(load.num_pieces), "--transport", load.transport]
+        command = python_command("kvferry.ops.bench.kv_transfer", "--send", endpoint, made.staging_place)
+        command += ("--pieces", str(load.piece_bytes), str(load.num_pieces), "--transport", load.transport)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
             try:
                 warm.wait()
@@ -190,7 +191,7 @@ def _say(process: "subprocess.Popen[str]", text: str) -> None:
 
 def main() -> int:
     """Print a line for each transport and size."""
-    parser = argparse.ArgumentParser(prog="python -m ops.bench.kv_transfer", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvferry.ops.bench.kv_transfer", description=__doc__)
     parser.add_argument("--mib", type=positive, default=512, help="how much is ferried in each round")
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--send", nargs=2, metavar=("ENDPOINT", "PLACE"), help=argparse.SUPPRESS)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from common.device.base import Ops
-from common.device.cpu_linear import native_bfloat16
-from common.device.quantize import WeightScheme, bits_per_weight
-from common.models.config import ModelConfig
+from kvferry.common.device.base import Ops
+from kvferry.common.device.cpu_linear import native_bfloat16
+from kvferry.common.device.quantize import WeightScheme, bits_per_weight
+from kvferry.common.models.config import ModelConfig
 
 _READ_BYTES = 256 << 20
 _MATMUL_SIZE = 1024

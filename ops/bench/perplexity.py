@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from common.device.base import Device
-from common.device.quantize import WeightScheme
-from common.engine.batch import make_batch
-from common.engine.kv_cache import KvCache
-from common.engine.staging import Staging
-from common.models.load import DtypeName, LoadedModel, load_model
-from common.scheduling.step import ScheduledSequence
+from kvferry.common.device.base import Device
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.engine.batch import make_batch
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.staging import Staging
+from kvferry.common.models.load import DtypeName, LoadedModel, load_model
+from kvferry.common.scheduling.step import ScheduledSequence
 
 SCHEMES: tuple[WeightScheme | None, ...] = (None, "int8", "int4", "int8_dynamic")
 _BLOCK_SIZE = 16

@@ -4,13 +4,13 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config.host import probe_host
-from common.config.resolve import resolve_node
-from common.config.schema import ClusterConfig, NodeConfig
-from common.device.quantize import WeightScheme
-from common.models.load import DtypeName
-from common.ranks.messages import RankSpec
-from common.ranks.team import RankTeam
+from kvferry.common.config.host import probe_host
+from kvferry.common.config.resolve import resolve_node
+from kvferry.common.config.schema import ClusterConfig, NodeConfig
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.models.load import DtypeName
+from kvferry.common.ranks.messages import RankSpec
+from kvferry.common.ranks.team import RankTeam
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Measures the check of a large token request against a bare typed decode: `python -m ops.bench.validate`.
+"""Measures the check of a large token request against a bare typed decode: `python -m kvferry.ops.bench.validate`.
 
 Two figures matter: the time relative to msgspec's typed decode of the same body (at most 1.6), and the longest time
 that the event loop was held while the body was read and checked (at most 5 ms). Runs no server and no model.
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.ids import new_request_id
-from common.model_info import ModelInfo
-from ops.cli.numbers import positive
-from router.http.asgi import Message
-from router.http.checks import check_infer
-from router.http.document import read_document
-from router.http.exchange import Exchange
+from kvferry.common.ids import new_request_id
+from kvferry.common.model_info import ModelInfo
+from kvferry.ops.cli.numbers import positive
+from kvferry.router.http.asgi import Message
+from kvferry.router.http.checks import check_infer
+from kvferry.router.http.document import read_document
+from kvferry.router.http.exchange import Exchange
 
 CHUNK_BYTES = 65_536
 """About what an HTTP server hands over at a time."""
@@ -141,7 +141,7 @@ def _chunks(body: bytes, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one line per form of body."""
-    parser = argparse.ArgumentParser(prog="python -m ops.bench.validate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvferry.ops.bench.validate", description=__doc__)
     parser.add_argument("--ids", type=positive, default=1_000_000, help="ids in the prompt (default: a million)")
     parser.add_argument("--rounds", type=positive, default=9)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")

@@ -4,12 +4,12 @@ import argparse
 import os
 import sys
 
-from common.config.host import probe_host
-from common.errors import ConfigError
-from ops.cli import bench_perplexity, bench_serve
-from ops.cli.errors import DONE
-from ops.cli.node import set_thread_variables
-from ops.cli.numbers import positive
+from kvferry.common.config.host import probe_host
+from kvferry.common.errors import ConfigError
+from kvferry.ops.cli import bench_perplexity, bench_serve
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.node import set_thread_variables
+from kvferry.ops.cli.numbers import positive
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -62,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
 
     import msgspec
 
-    from ops import model_store
-    from ops.bench.engine import run_bench
-    from ops.bench.peers.comparison import compare, comparison_table
-    from ops.bench.peers.run import installed, measure_peers
-    from ops.bench.ranks import Weights
-    from ops.bench.report import table
-    from ops.model_choice import option_model
+    from kvferry.ops import model_store
+    from kvferry.ops.bench.engine import run_bench
+    from kvferry.ops.bench.peers.comparison import compare, comparison_table
+    from kvferry.ops.bench.peers.run import installed, measure_peers
+    from kvferry.ops.bench.ranks import Weights
+    from kvferry.ops.bench.report import table
+    from kvferry.ops.model_choice import option_model
 
     path = option_model(args.model)
     name = path.resolve().stem if args.model else model_store.MODEL_NAME

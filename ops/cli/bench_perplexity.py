@@ -5,11 +5,11 @@ import os
 import sys
 from pathlib import Path
 
-from common.config.host import probe_host
-from common.errors import ConfigError
-from ops.cli.errors import DONE
-from ops.cli.node import set_thread_variables
-from ops.cli.numbers import at_least, positive
+from kvferry.common.config.host import probe_host
+from kvferry.common.errors import ConfigError
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.node import set_thread_variables
+from kvferry.ops.cli.numbers import at_least, positive
 
 DEFAULT_TEXT = Path(__file__).parents[1] / "bench" / "perplexity.txt"
 """Written for this, and never changed: only figures of the same text can be compared."""
@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
 
     import msgspec
 
-    from common.device.select import select_device
-    from common.tokenizer import load_tokenizer
-    from ops.bench.perplexity import run_perplexity, table
-    from ops.counted import counted
-    from ops.model_choice import option_model
+    from kvferry.common.device.select import select_device
+    from kvferry.common.tokenizer import load_tokenizer
+    from kvferry.ops.bench.perplexity import run_perplexity, table
+    from kvferry.ops.counted import counted
+    from kvferry.ops.model_choice import option_model
 
     path = option_model(args.model)
     text = args.text or DEFAULT_TEXT

@@ -6,12 +6,12 @@ import math
 import sys
 from typing import TYPE_CHECKING
 
-from ops.cli.errors import DONE
-from ops.cli.numbers import above_zero, count, positive, whole
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.numbers import above_zero, count, positive, whole
 
 if TYPE_CHECKING:
-    from ops.bench.serve.report import ServeReport
-    from ops.bench.serve.run import ServeBench
+    from kvferry.ops.bench.serve.report import ServeReport
+    from kvferry.ops.bench.serve.run import ServeBench
 
 _OPEN_WARMUP = 8
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     import msgspec
 
-    from ops.bench.serve.report import table
+    from kvferry.ops.bench.serve.report import table
 
     report = asyncio.run(_with_progress(_wanted(args)))
     if args.json:
@@ -76,15 +76,15 @@ def run(args: argparse.Namespace) -> int:
 async def _with_progress(bench: "ServeBench") -> "ServeReport":
     from tqdm import tqdm
 
-    from ops.bench.serve.run import measure
+    from kvferry.ops.bench.serve.run import measure
 
     with tqdm(total=bench.load.requests, desc="serve", unit="request", disable=not sys.stderr.isatty()) as bar:
         return await measure(bench, lambda _: bar.update())
 
 
 def _wanted(args: argparse.Namespace) -> "ServeBench":
-    from ops.bench.serve.load import Load
-    from ops.bench.serve.run import ServeBench
+    from kvferry.ops.bench.serve.load import Load
+    from kvferry.ops.bench.serve.run import ServeBench
 
     concurrency = None if args.rate is not None else args.concurrency or 1
     at_once = concurrency or max(1, math.ceil(args.rate or 0))

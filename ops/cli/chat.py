@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from common.errors import ConfigError, ModelLoadError
+from kvferry.common.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
-    from common.tokenizer import Tokenizer
+    from kvferry.common.tokenizer import Tokenizer
 
 
 def chat_prompt(tokenizer: "Tokenizer", question: str) -> list[int]:

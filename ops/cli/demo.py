@@ -4,11 +4,11 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 
-from common.config.load import load_config
-from common.errors import ConfigError
-from ops import model_store
-from ops.cli.errors import DONE
-from ops.cli.sampling import new_tokens
+from kvferry.common.config.load import load_config
+from kvferry.common.errors import ConfigError
+from kvferry.ops import model_store
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.sampling import new_tokens
 
 _QUESTION = "What is the capital of France, and what is it known for?"
 _WORKERS, _PREFILL, _DECODE = 2, 1, 1
@@ -31,10 +31,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """The whole demonstration."""
-    from common.tokenizer import load_tokenizer
-    from ops.cli.chat import chat_prompt
-    from ops.cli.infer import answer_lines, show_stream
-    from ops.cli.token_client import TokenClient
+    from kvferry.common.tokenizer import load_tokenizer
+    from kvferry.ops.cli.chat import chat_prompt
+    from kvferry.ops.cli.infer import answer_lines, show_stream
+    from kvferry.ops.cli.token_client import TokenClient
 
     tokenizer = load_tokenizer(model_store.ensure_model())
     prompt = chat_prompt(tokenizer, args.question)
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _cluster() -> Iterator[tuple[str, str]]:
     """Its url and model name; says when it is stopped, also after a failure."""
-    from ops.launcher.started import started_cluster
+    from kvferry.ops.launcher.started import started_cluster
 
     failure: BaseException | None = None
     sizes = ("--workers", str(_WORKERS), "--prefill", str(_PREFILL), "--decode", str(_DECODE))

@@ -4,7 +4,7 @@ import argparse
 import json
 from dataclasses import asdict
 
-from ops.cli.errors import DONE
+from kvferry.ops.cli.errors import DONE
 
 _MARKS = {True: "ok  ", False: "warn"}
 
@@ -23,7 +23,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Look and tell."""
-    from ops.cli.findings import examine
+    from kvferry.ops.cli.findings import examine
 
     findings = examine()
     if args.json:

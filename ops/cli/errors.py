@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 
-from common.errors import ConfigError, DeviceUnavailableError, KvferryError, ModelLoadError, RequestInvalidError
+from kvferry.common.errors import ConfigError, DeviceUnavailableError, KvferryError, ModelLoadError, RequestInvalidError
 
 DEBUG_ENV = "KVFERRY_DEBUG"
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from common.cache import cache_dir
-from common.config.host import probe_host
-from common.config.load import load_config
-from common.config.resolve import default_kv_cache_bytes, nodes_on_host
-from ops import model_store
+from kvferry.common.cache import cache_dir
+from kvferry.common.config.host import probe_host
+from kvferry.common.config.load import load_config
+from kvferry.common.config.resolve import default_kv_cache_bytes, nodes_on_host
+from kvferry.ops import model_store
 
 _MIB = 1 << 20
 _ENOUGH_MEMORY_BYTES = 4 << 30
@@ -63,7 +63,7 @@ def python() -> Finding:
 def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
     """The devices nodes could compute on. The CPU alone is enough: an accelerator is missed where its files are."""
     try:
-        from common.device.select import probe_devices
+        from kvferry.common.device.select import probe_devices
     except ImportError as error:
         yield Finding("devices", False, f"cannot be looked at: {error}")
         return
@@ -102,7 +102,7 @@ def compiler() -> Finding:
 def native_ops() -> Finding:
     """The kernels built for this CPU."""
     try:
-        from common.device.native.select import probe_native
+        from kvferry.common.device.native.select import probe_native
     except ImportError as error:
         return Finding("native ops", False, f"cannot be looked at: {error}")
     probe = probe_native()
@@ -131,7 +131,7 @@ def memory() -> Finding:
 def zeromq() -> Finding:
     """libzmq and whether it can encrypt."""
     try:
-        from common.transport.features import zmq_features
+        from kvferry.common.transport.features import zmq_features
     except ImportError as error:
         return Finding("zeromq", False, f"cannot be looked at: {error}")
     return Finding("zeromq", *zmq_features())

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.errors import ConfigError, KvferryError, RequestInvalidError
-from ops import model_store
-from ops.cli.errors import DONE
-from ops.cli.sampling import Parameters, add_sampling_options, sampling_parameters
+from kvferry.common.errors import ConfigError, KvferryError, RequestInvalidError
+from kvferry.ops import model_store
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.sampling import Parameters, add_sampling_options, sampling_parameters
 
 if TYPE_CHECKING:
-    from common.tokenizer import Tokenizer
-    from ops.cli.token_client import TokenAnswer, TokenClient
+    from kvferry.common.tokenizer import Tokenizer
+    from kvferry.ops.cli.token_client import TokenAnswer, TokenClient
 
 _MOST_ID = 2**32 - 1
 """Ids are UINT32; which of them a model knows, the router tells."""
@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Send the request and show the answer."""
-    from ops.cli.token_client import TokenClient
+    from kvferry.ops.cli.token_client import TokenClient
 
     if args.chat and args.text is None:
         raise ConfigError("--chat: needs --text; ids of --tokens are sent as they are")
@@ -139,14 +139,14 @@ def _tokenizer(args: argparse.Namespace) -> "Tokenizer | None":
         return None
     if not path.exists():
         raise ConfigError(f"--tokenizer: {path} is not there")
-    from common.tokenizer import load_tokenizer
+    from kvferry.common.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
 
 
 def _tokenizer_needed(args: argparse.Namespace) -> KvferryError:
     """How to get one; or, where the server has no such model, that."""
-    from ops.cli.token_client import TokenClient
+    from kvferry.ops.cli.token_client import TokenClient
 
     with contextlib.suppress(KvferryError), TokenClient(args.url, args.model) as client:
         try:
@@ -155,7 +155,7 @@ def _tokenizer_needed(args: argparse.Namespace) -> KvferryError:
             return error
     way = "--tokenizer PATH names a HuggingFace directory or a GGUF file of it"
     if args.model == model_store.MODEL_NAME:
-        way = "`make model`, or python -m ops.model_store, fetches that model; or --tokenizer PATH"
+        way = "`make model`, or python -m kvferry.ops.model_store, fetches that model; or --tokenizer PATH"
     return ConfigError(f"--text needs the tokenizer of model {args.model}: {way}")
 
 
@@ -166,7 +166,7 @@ def _prompt(args: argparse.Namespace, tokenizer: "Tokenizer | None") -> list[int
     if not args.text:
         raise ConfigError("--text: it is empty, and a prompt has at least one token")
     if args.chat:
-        from ops.cli.chat import chat_prompt
+        from kvferry.ops.cli.chat import chat_prompt
 
         return chat_prompt(tokenizer, args.text)
     return tokenizer.encode(args.text)

@@ -4,9 +4,9 @@ import argparse
 import os
 from pathlib import Path
 
-from common.config.keys import PUBLIC_SUFFIX, ROLES, Key, key_line, read_secret_file
-from common.errors import ConfigError, KvferryError
-from ops.cli.errors import DONE
+from kvferry.common.config.keys import PUBLIC_SUFFIX, ROLES, Key, key_line, read_secret_file
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops.cli.errors import DONE
 
 _ALLOWED = "allowed"
 _SECRET_SUFFIX = ".secret"
@@ -39,7 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_new(args: argparse.Namespace) -> int:
     """Make the files and say what to do with them."""
-    from common.transport.security import new_pair
+    from kvferry.common.transport.security import new_pair
 
     if args.name is not None and args.role is None:
         raise ConfigError("--name: needs --role, for it names one pair")
@@ -70,7 +70,7 @@ def run_new(args: argparse.Namespace) -> int:
 
 def run_public(args: argparse.Namespace) -> int:
     """Print the public half."""
-    from common.transport.security import public_of
+    from kvferry.common.transport.security import public_of
 
     secret: Key = read_secret_file("FILE", args.file)
     print(key_line("public", public_of(secret)))

@@ -5,8 +5,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
-from ops.cli import bench, demo, doctor, infer, keys, node, router, serve
-from ops.cli.errors import DONE, WRONG_USE, report
+from kvferry.ops.cli import bench, demo, doctor, infer, keys, node, router, serve
+from kvferry.ops.cli.errors import DONE, WRONG_USE, report
 
 _COMMANDS = (serve, router, node, infer, keys, doctor, bench, demo)
 

@@ -3,12 +3,12 @@
 import argparse
 import os
 
-from common.config.host import probe_host
-from common.config.resolve import resolve_node
-from common.config.schema import ROLES, Role
-from common.log import setup_logging
-from ops.cli.errors import DONE
-from ops.cli.options import add_config_options, printed, read_config
+from kvferry.common.config.host import probe_host
+from kvferry.common.config.resolve import resolve_node
+from kvferry.common.config.schema import ROLES, Role
+from kvferry.common.log import setup_logging
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.options import add_config_options, printed, read_config
 
 _HELP: dict[Role, str] = {
     "prefill": "start a node that computes prompts",
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
     set_thread_variables(resolve_node(config, role, probe_host()).threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
-    from ops.compose import run_role
-    from ops.model_choice import with_model
+    from kvferry.ops.compose import run_role
+    from kvferry.ops.model_choice import with_model
 
     config = with_model(config)
     return run_role(config, role)

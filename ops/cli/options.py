@@ -5,9 +5,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from common.config.docs import config_as_toml
-from common.config.load import Override, load_config, parse_override
-from common.config.schema import ClusterConfig
+from kvferry.common.config.docs import config_as_toml
+from kvferry.common.config.load import Override, load_config, parse_override
+from kvferry.common.config.schema import ClusterConfig
 
 
 def add_config_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:

@@ -2,9 +2,9 @@
 
 import argparse
 
-from common.log import setup_logging
-from ops.cli.errors import DONE
-from ops.cli.options import add_config_options, printed, read_config
+from kvferry.common.log import setup_logging
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.options import add_config_options, printed, read_config
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if printed(args, config):
         return DONE
     setup_logging(config.log, "router")
-    from ops.launcher.serve import serve_router
+    from kvferry.ops.launcher.serve import serve_router
 
     serve_router(config)
     return DONE

@@ -5,9 +5,9 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from common.errors import ConfigError
-from ops.cli.numbers import number_above, whole_within
-from router.http.parameters import INT32_MAX, LAST_PRIORITY, LONGEST_TIMEOUT_S, SEED_MAX, SMALLEST
+from kvferry.common.errors import ConfigError
+from kvferry.ops.cli.numbers import number_above, whole_within
+from kvferry.router.http.parameters import INT32_MAX, LAST_PRIORITY, LONGEST_TIMEOUT_S, SEED_MAX, SMALLEST
 
 Parameters = Mapping[str, int | float | bool]
 """The request's `parameters`, by the names of the API."""

@@ -4,11 +4,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.config.load import Override
-from common.log import setup_logging
-from ops.cli.errors import DONE
-from ops.cli.numbers import whole
-from ops.cli.options import add_config_options, printed, read_config
+from kvferry.common.config.load import Override
+from kvferry.common.log import setup_logging
+from kvferry.ops.cli.errors import DONE
+from kvferry.ops.cli.numbers import whole
+from kvferry.ops.cli.options import add_config_options, printed, read_config
 
 _FLAGS = {
     "model_name": ("model", "name"),
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     if printed(args, config):
         return DONE
     setup_logging(config.log, "serve")
-    from common.models.outside_check import check_model_files
-    from ops.launcher.serve import serve
-    from ops.model_choice import with_model
+    from kvferry.common.models.outside_check import check_model_files
+    from kvferry.ops.launcher.serve import serve
+    from kvferry.ops.model_choice import with_model
 
     config = with_model(config)
     check_model_files(Path(config.model.path))

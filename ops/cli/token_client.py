@@ -8,10 +8,10 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from common.errors import ConfigError, KvferryError
-from ops.cli.sampling import Parameters
-from ops.counted import counted
-from ops.target import parse_url, refusal, unreachable
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops.cli.sampling import Parameters
+from kvferry.ops.counted import counted
+from kvferry.ops.target import parse_url, refusal, unreachable
 
 _DATA = "data:"
 _LONGEST_S = 3600.0

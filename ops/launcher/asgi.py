@@ -4,11 +4,11 @@ import logging
 import os
 from pathlib import Path
 
-from common.config.load import load_config
-from common.errors import ConfigError
-from common.log import setup_logging
-from ops.launcher.cluster import CONFIG_ENV
-from ops.launcher.metrics_files import reserve_metrics_files
+from kvferry.common.config.load import load_config
+from kvferry.common.errors import ConfigError
+from kvferry.common.log import setup_logging
+from kvferry.ops.launcher.cluster import CONFIG_ENV
+from kvferry.ops.launcher.metrics_files import reserve_metrics_files
 
 
 def create_app() -> object:
@@ -23,6 +23,8 @@ def create_app() -> object:
         for name in ("uvicorn.error", "gunicorn.error"):
             logging.getLogger(name).setLevel(logging.WARNING)
     reserve_metrics_files(os.environ, os.getpid())
-    from ops.compose import create_router_app  # it imports the prometheus client, which looks at the environment then
+    from kvferry.ops.compose import (
+        create_router_app,  # it imports the prometheus client, which looks at the environment then
+    )
 
     return create_router_app(config)

@@ -4,24 +4,24 @@ The launcher's own endpoints lie in the run directory: two clusters on one machi
 """
 
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from common.config.host import HostFacts
-from common.config.resolve import node_counts, share_model_memory
-from common.config.schema import ClusterConfig, DiscoveryConfig, Role
-from ops.launcher.core import ChildPlan, Stage
-from ops.launcher.process import ChildSpec
-from ops.launcher.restart_policy import RestartLimits
-from ops.model_choice import served_name
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.resolve import node_counts, share_model_memory
+from kvferry.common.config.schema import ClusterConfig, DiscoveryConfig, Role
+from kvferry.common.python_command import python_command
+from kvferry.ops.launcher.core import ChildPlan, Stage
+from kvferry.ops.launcher.process import ChildSpec
+from kvferry.ops.launcher.restart_policy import RestartLimits
+from kvferry.ops.model_choice import served_name
 
 CONFIG_ENV = "KVFERRY_CONFIG"
 """Environment variable that tells gunicorn's configuration and its workers where the cluster's file is."""
 
-WORKER_CLASS = "ops.launcher.worker.RouterWorker"
+WORKER_CLASS = "kvferry.ops.launcher.worker.RouterWorker"
 
 _KILL_MARGIN_S = 5.0
 _PROXY_STOP_S = 5.0
@@ -70,16 +70,18 @@ def proxy_child(config_file: Path) -> ChildSpec:
     """The announcement proxy."""
     return ChildSpec(
         ChildPlan("proxy", Stage.PROXY, _PROXY_STOP_S),
-        (sys.executable, "-m", "ops.launcher.proxy_main", str(config_file)),
+        python_command("kvferry.ops.launcher.proxy_main", str(config_file)),
     )
 
 
 def node_child(config: ClusterConfig, config_file: Path, role: Role, index: int) -> ChildSpec:
     """One node, named role-index."""
     name = _node_name(role, index)
-    argv = ("-m", "ops.cli.main", role, "--config", str(config_file), "--set", f'{role}.name="{name}"')
+    command = python_command(
+        "kvferry.ops.cli.main", role, "--config", str(config_file), "--set", f'{role}.name="{name}"'
+    )
     plan = ChildPlan(name, _STAGES[role], config.timers.node_drain_s + _KILL_MARGIN_S)
-    return ChildSpec(plan, (sys.executable, *argv))
+    return ChildSpec(plan, command)
 
 
 def node_names(config: ClusterConfig) -> frozenset[str]:
@@ -90,13 +92,14 @@ def node_names(config: ClusterConfig) -> frozenset[str]:
 def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> ChildSpec:
     """gunicorn with its workers, on a socket that listens already."""
     metrics = run_dir / "metrics"
-    argv = (
-        *("-m", "gunicorn", "-c", "python:ops.gunicorn_conf", "--no-control-socket", "--bind", f"fd://{listen_fd}"),
-        *("--worker-class", WORKER_CLASS, "ops.launcher.asgi:create_app()"),
+    command = python_command(
+        "kvferry.ops.launcher.gunicorn_main",
+        *("-c", "python:kvferry.ops.gunicorn_conf", "--no-control-socket", "--bind", f"fd://{listen_fd}"),
+        *("--worker-class", WORKER_CLASS, "kvferry.ops.launcher.asgi:create_app()"),
     )
     return ChildSpec(
         ChildPlan("router", Stage.ROUTER, config.timers.worker_drain_s + 2 * _KILL_MARGIN_S),
-        (sys.executable, *argv),
+        command,
         env={CONFIG_ENV: str(config_file), "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
         pass_fds=(listen_fd,),
         # It holds nothing that outlives it, and nobody would be there to see its drain.

@@ -7,9 +7,9 @@ from pathlib import Path
 from gunicorn.config import Config
 from gunicorn.glogging import Logger
 
-from common.config.load import load_config
-from common.log import make_handler
-from ops.launcher.cluster import CONFIG_ENV
+from kvferry.common.config.load import load_config
+from kvferry.common.log import make_handler
+from kvferry.ops.launcher.cluster import CONFIG_ENV
 
 
 class GunicornLogger(Logger):  # type: ignore[misc] # gunicorn has no types

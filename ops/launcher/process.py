@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from common.with_parent import with_parent
-from ops.launcher.core import ChildPlan
-from ops.launcher.error_line import told_error
+from kvferry.common.with_parent import with_parent
+from kvferry.ops.launcher.core import ChildPlan
+from kvferry.ops.launcher.error_line import told_error
 
 WriteLine = Callable[[str, str], object]
 """Takes a child's name and one of its lines."""

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Set
 from typing import Protocol
 
-from common.config.endpoints import with_key
-from common.config.schema import ClusterConfig
-from common.protocol.messages import Announce, Envelope
-from common.transport.announce import AnnouncementListener
-from common.transport.context import TransportContext
-from common.transport.security import load_security
+from kvferry.common.config.endpoints import with_key
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.protocol.messages import Announce, Envelope
+from kvferry.common.transport.announce import AnnouncementListener
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.security import load_security
 
 LOOK_S = 1.0
 LOOKS_PER_LINE = 10

@@ -1,14 +1,14 @@
-"""The announcement proxy as a process of its own: `python -m ops.launcher.proxy_main CONFIG_FILE`."""
+"""The announcement proxy as a process of its own: `python -m kvferry.ops.launcher.proxy_main CONFIG_FILE`."""
 
 import logging
 import sys
 from pathlib import Path
 
-from common.config.load import load_config
-from common.errors import KvferryError
-from common.log import setup_logging
-from common.transport.proxy import run_proxy
-from common.transport.security import load_security
+from kvferry.common.config.load import load_config
+from kvferry.common.errors import KvferryError
+from kvferry.common.log import setup_logging
+from kvferry.common.transport.proxy import run_proxy
+from kvferry.common.transport.security import load_security
 
 _LOG = logging.getLogger("kvferry.proxy")
 

@@ -10,7 +10,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from ops.launcher.worker import RouterWorker
+from kvferry.ops.launcher.worker import RouterWorker
 
 if TYPE_CHECKING:
     from gunicorn.arbiter import Arbiter

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.errors import InvariantError
+from kvferry.common.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from common.clock import MonotonicClock
-from common.config.checks import config_notes, host_notes
-from common.config.docs import config_as_toml
-from common.config.host import probe_host
-from common.config.keys import KeyRole
-from common.config.schema import ClusterConfig
-from common.line_writer import STDERR_FD, STDOUT_FD, LineWriter
-from common.transport.security import load_security
-from ops.launcher.cluster import (
+from kvferry.common.clock import MonotonicClock
+from kvferry.common.config.checks import config_notes, host_notes
+from kvferry.common.config.docs import config_as_toml
+from kvferry.common.config.host import probe_host
+from kvferry.common.config.keys import KeyRole
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.line_writer import STDERR_FD, STDOUT_FD, LineWriter
+from kvferry.common.transport.security import load_security
+from kvferry.ops.launcher.cluster import (
     cluster_children,
     node_names,
     restart_limits,
@@ -23,12 +23,12 @@ from ops.launcher.cluster import (
     router_config,
     serve_config,
 )
-from ops.launcher.listen import Listener, listen
-from ops.launcher.process import ChildSpec, prefixed
-from ops.launcher.progress import telling_progress
-from ops.launcher.readiness import wait_until_answered
-from ops.launcher.run_dir import run_directory
-from ops.launcher.supervisor import STOP_SIGNALS, Supervisor
+from kvferry.ops.launcher.listen import Listener, listen
+from kvferry.ops.launcher.process import ChildSpec, prefixed
+from kvferry.ops.launcher.progress import telling_progress
+from kvferry.ops.launcher.readiness import wait_until_answered
+from kvferry.ops.launcher.run_dir import run_directory
+from kvferry.ops.launcher.supervisor import STOP_SIGNALS, Supervisor
 
 _LOG = logging.getLogger("kvferry.launcher")
 _CONFIG_FILE = "cluster.toml"

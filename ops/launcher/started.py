@@ -3,14 +3,14 @@
 import contextlib
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from common.errors import ConfigError, KvferryError
-from common.with_parent import with_parent
-from ops.cli.errors import WRONG_USE
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.common.python_command import python_command
+from kvferry.common.with_parent import with_parent
+from kvferry.ops.cli.errors import WRONG_USE
 
 _STOP_S = 60.0
 
@@ -21,7 +21,7 @@ def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
     ConfigError when the words are to blame. Whatever else goes wrong meanwhile is told in place of how it ended."""
     # Its nodes are silent when the machine is busy, hardly ever for another reason: a request waits for them.
     settings = ("--set", "log.level=warning", "--set", "timers.new_wait_s=60")
-    serve = (sys.executable, "-m", "ops.cli.main", "serve", "--port", "0", *settings)
+    serve = python_command("kvferry.ops.cli.main", "serve", "--port", "0", *settings)
     # Whatever becomes of this process, the cluster does not stay behind.
     command = with_parent(signal.SIGTERM, (*serve, *words))
     with (

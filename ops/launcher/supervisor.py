@@ -5,10 +5,10 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
-from common.clock import Clock
-from common.errors import ConfigError, InvariantError, KvferryError
-from common.within import within
-from ops.launcher.core import (
+from kvferry.common.clock import Clock
+from kvferry.common.errors import ConfigError, InvariantError, KvferryError
+from kvferry.common.within import within
+from kvferry.ops.launcher.core import (
     Action,
     AnnounceReady,
     ChildExited,
@@ -23,8 +23,8 @@ from ops.launcher.core import (
     TerminateChild,
     Tick,
 )
-from ops.launcher.process import Child, ChildSpec, WriteLine, start_child
-from ops.launcher.restart_policy import RestartLimits
+from kvferry.ops.launcher.process import Child, ChildSpec, WriteLine, start_child
+from kvferry.ops.launcher.restart_policy import RestartLimits
 
 _LOG = logging.getLogger("kvferry.launcher")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

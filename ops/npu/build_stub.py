@@ -1,6 +1,6 @@
 """Build stand-ins for the CANN libraries that the torch_npu wheel links to, so that it can be imported without them.
 
-    python -m ops.npu.build_stub SITE_PACKAGES OUT_FOLDER
+    python -m kvferry.ops.npu.build_stub SITE_PACKAGES OUT_FOLDER
 
 Needs gcc and binutils. What the wheel lacks is read from the wheel itself: `host_acl.c` implements the part that
 memory, streams and events need; every other missing function gets a body that returns 0, or an error where it would

@@ -1,6 +1,6 @@
 """Run `tests/npu` in an environment of its own, on a machine that needs neither an NPU nor CANN.
 
-    python -m ops.npu.check [pytest arguments]
+    python -m kvferry.ops.npu.check [pytest arguments]
 
 Makes `.venv-npu` when it is not there: torch, the real torch_npu wheel (without the packages it would pull in), pytest.
 It stays apart from the project's own environment because torch_npu pins torch exactly and needs CANN to be imported.
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ops.npu.build_stub import HOST_ACL, build
+from kvferry.ops.npu.build_stub import HOST_ACL, build
 
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch-npu==2.13.0"
@@ -51,6 +51,7 @@ def run_tests(python: Path, arguments: list[str]) -> int:
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TASK_QUEUE_ENABLE": "0",  # an op that fails says so at its own call, not some calls later
         "HOST_ACL_DEVICES": "2",
+        "PYTHONPATH": str(_ROOT / "src"),
     }
     command = [str(python), "-m", "pytest", "tests/npu", "--confcutdir=tests/npu", "-p", "no:cacheprovider", *arguments]
     return subprocess.run(command, cwd=_ROOT, env=environment, check=False).returncode
@@ -87,7 +88,9 @@ def _run(*command: str) -> None:
 def main(argv: list[str]) -> int:
     """See the module's docstring; what it does not know itself is pytest's."""
     parser = argparse.ArgumentParser(
-        prog="python -m ops.npu.check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kvferry.ops.npu.check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _, arguments = parser.parse_known_args(argv)
     return run_tests(prepare(), arguments)

@@ -1,6 +1,6 @@
 """Run on a real Ascend host: are the kernels right, and how fast are copies between host and device?
 
-    python -m ops.npu.smoke [--device npu|cuda|cpu] [--index N]
+    python -m kvferry.ops.npu.smoke [--device npu|cuda|cpu] [--index N]
 
 Unverified: this project is developed without an NPU, so this script has run only with `--device cpu`. What the tests
 without an NPU cannot show is shown here: numbers and limits of the kernels, asynchronous copies, the driver.
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, Device, KvTensorSpec
-from common.device.select import probe_devices, select_device
-from common.device.torch_ops import TorchOps
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
+from kvferry.common.device.select import probe_devices, select_device
+from kvferry.common.device.torch_ops import TorchOps
+from kvferry.common.errors import DeviceUnavailableError
 
 DTYPE = torch.bfloat16
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128

@@ -7,10 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from common.protocol.messages import Envelope
+from kvferry.common.protocol.messages import Envelope
 
 if TYPE_CHECKING:
-    from ops.simulate.process import Process
+    from kvferry.ops.simulate.process import Process
 
 
 @dataclass(slots=True)

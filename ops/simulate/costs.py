@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

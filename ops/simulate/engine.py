@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.node.engine_thread import SAY_S
-from common.sampling_params import SamplingParams
-from common.scheduling.drawn import Drawn
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from common.state.events import Event, LayersDone, StepDone, StepGoesOn
-from ops.simulate.clock import EventLoop
-from ops.simulate.costs import CostModel
-from ops.simulate.kv_store import KvMismatchError, KvStore
-from ops.simulate.model import content, draw, extend
+from kvferry.common.node.engine_thread import SAY_S
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.state.events import Event, LayersDone, StepDone, StepGoesOn
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.costs import CostModel
+from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore
+from kvferry.ops.simulate.model import content, draw, extend
 
 COPYING = -1
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.ids import Incarnation, TransferKey
-from common.kv_transfer.slot_writes import SlotWrites
-from common.protocol.messages import Piece
-from common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
-from ops.simulate.costs import CostModel
-from ops.simulate.kv_network import SEND_TIMEOUT_S, KvNetwork
-from ops.simulate.kv_receiver import KvReceiver
-from ops.simulate.kv_store import KvMismatchError, KvStore
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.kv_transfer.slot_writes import SlotWrites
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
+from kvferry.ops.simulate.costs import CostModel
+from kvferry.ops.simulate.kv_network import SEND_TIMEOUT_S, KvNetwork
+from kvferry.ops.simulate.kv_receiver import KvReceiver
+from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore
 
 RETRY_S = 0.1
 """Until the receiver can be reached."""

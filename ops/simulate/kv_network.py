@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass, field
 
-from common.protocol.messages import Piece
-from ops.simulate.clock import EventLoop
-from ops.simulate.kv_receiver import KvReceiver
+from kvferry.common.protocol.messages import Piece
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.kv_receiver import KvReceiver
 
 SEND_TIMEOUT_S = 5.0
 """The transport's: no write lands later than this after it began, and what did not get through by then has failed."""

@@ -7,11 +7,11 @@ use by another hand-over is checked here, where a real machine would corrupt it 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Piece
-from common.state.events import Event, PieceArrived, PieceBad, SessionClosed
-from ops.simulate.clock import EventLoop
-from ops.simulate.kv_store import KvMismatchError, KvStore
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.state.events import Event, PieceArrived, PieceBad, SessionClosed
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore
 
 BELOW = "a piece for a position below"
 """Why a piece is bad that would be written into KV which was there before the grant."""

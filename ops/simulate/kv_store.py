@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ops.simulate.model import content
+from kvferry.ops.simulate.model import content
 
 
 class KvMismatchError(Exception):

@@ -10,13 +10,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config.protocol import Timers
-from common.ids import Incarnation
-from common.protocol.messages import Envelope
-from common.state.events import LinkClosed, LinkConnected, ProbeAnswered, Received
-from ops.simulate.clock import EventLoop
-from ops.simulate.connection import Connection, Direction, Flight
-from ops.simulate.process import Process
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import Envelope
+from kvferry.common.state.events import LinkClosed, LinkConnected, ProbeAnswered, Received
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.connection import Connection, Direction, Flight
+from kvferry.ops.simulate.process import Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation
-from common.kv.block_pool import BlockPool
-from common.kv.host_pool import HostPool
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import PROTOCOL_VERSION, Hello, Role
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.state.actions import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.state.actions import (
     Action,
     CloseKv,
     CloseSession,
@@ -23,24 +23,24 @@ from common.state.actions import (
     SendPiece,
     StopPieces,
 )
-from common.state.events import DrainRequested, Event
-from common.state.leg import GoesOnHere, Leg
-from common.state.links import LinkTable
-from common.state.node_core import NodeCore, NodeIdentity
-from common.state.piece_plan import KvShape
-from decode_node.core.leg import DecodeLeg
-from ops.simulate.clock import EventLoop
-from ops.simulate.costs import CostModel
-from ops.simulate.engine import SimEngine
-from ops.simulate.kv_link import KvSender
-from ops.simulate.kv_network import KvNetwork
-from ops.simulate.kv_receiver import KvReceiver
-from ops.simulate.kv_store import KvStore
-from ops.simulate.model import EOS_TOKEN_ID, USUAL_DTYPE, USUAL_WEIGHTS, VOCAB_SIZE, weights_number
-from ops.simulate.network import Network
-from ops.simulate.process import Process
-from prefill_node.core.decode_links import DecodeLinks
-from prefill_node.core.leg import PrefillLeg
+from kvferry.common.state.events import DrainRequested, Event
+from kvferry.common.state.leg import GoesOnHere, Leg
+from kvferry.common.state.links import LinkTable
+from kvferry.common.state.node_core import NodeCore, NodeIdentity
+from kvferry.common.state.piece_plan import KvShape
+from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.costs import CostModel
+from kvferry.ops.simulate.engine import SimEngine
+from kvferry.ops.simulate.kv_link import KvSender
+from kvferry.ops.simulate.kv_network import KvNetwork
+from kvferry.ops.simulate.kv_receiver import KvReceiver
+from kvferry.ops.simulate.kv_store import KvStore
+from kvferry.ops.simulate.model import EOS_TOKEN_ID, USUAL_DTYPE, USUAL_WEIGHTS, VOCAB_SIZE, weights_number
+from kvferry.ops.simulate.network import Network
+from kvferry.ops.simulate.process import Process
+from kvferry.prefill_node.core.decode_links import DecodeLinks
+from kvferry.prefill_node.core.leg import PrefillLeg
 
 MODEL_NAME = "sim"
 STAGING_HOST = "sim-staging://"

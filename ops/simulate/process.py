@@ -8,14 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from common.ids import Incarnation
-from common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
-from common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
-from common.state.events import Event, Tick
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
+from kvferry.common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
+from kvferry.common.state.events import Event, Tick
 
 if TYPE_CHECKING:
-    from ops.simulate.clock import EventLoop
-    from ops.simulate.network import Network
+    from kvferry.ops.simulate.clock import EventLoop
+    from kvferry.ops.simulate.network import Network
 
 
 class Process(ABC):

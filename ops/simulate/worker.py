@@ -4,16 +4,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.errors import KvferryError
-from common.ids import Incarnation, RequestId
-from common.state.events import Event
-from ops.simulate.clock import EventLoop
-from ops.simulate.network import Network
-from ops.simulate.process import Process
-from router.api import EndEvent, GenerateRequest, StreamEvent
-from router.core.core import RouterCore
-from router.core.effects import Deliver, Effect, Finish
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import KvferryError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.state.events import Event
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.network import Network
+from kvferry.ops.simulate.process import Process
+from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.effects import Deliver, Effect, Finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

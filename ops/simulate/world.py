@@ -8,18 +8,18 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from common.config.protocol import Timers
-from common.ids import Incarnation, RequestId
-from common.protocol.messages import Announce
-from common.sampling_params import SamplingParams
-from common.state.events import Announced
-from ops.simulate.clock import EventLoop
-from ops.simulate.kv_network import KvNetwork
-from ops.simulate.network import Delays, Network
-from ops.simulate.node import MODEL_NAME, NodeSpec, SimNode
-from ops.simulate.process import Process
-from ops.simulate.worker import SimWorker, Stream, WorkerSpec
-from router.api import GenerateRequest
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.protocol.messages import Announce
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.events import Announced
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.kv_network import KvNetwork
+from kvferry.ops.simulate.network import Delays, Network
+from kvferry.ops.simulate.node import MODEL_NAME, NodeSpec, SimNode
+from kvferry.ops.simulate.process import Process
+from kvferry.ops.simulate.worker import SimWorker, Stream, WorkerSpec
+from kvferry.router.api import GenerateRequest
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import (
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import (
     Abort,
     Beat,
     BeatEntry,
@@ -21,11 +21,11 @@ from common.protocol.messages import (
     Status,
     Welcome,
 )
-from common.state.actions import Action, CloseKv, OpenKv, Send
-from common.state.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
-from common.state.handover_send import HandoverSender
-from common.state.handover_send_table import SendState
-from common.state.links import LinkState, LinkTable
+from kvferry.common.state.actions import Action, CloseKv, OpenKv, Send
+from kvferry.common.state.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
+from kvferry.common.state.handover_send import HandoverSender
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.common.state.links import LinkState, LinkTable
 
 Answer = Granted | Queued | Refused | Committed | CommitRefused | Revoke
 

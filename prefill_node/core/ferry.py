@@ -5,22 +5,22 @@ Follows what becomes of each sender: HandedOver, or HandoverFailed with the KV h
 
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, PlanKey, TransferKey
-from common.protocol.messages import Reserve
-from common.scheduling.events import Prefilled
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.step import StepPlan
-from common.state.actions import Action, Send
-from common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
-from common.state.handover_send import HandoverSender, NextToken
-from common.state.handover_send_table import SendState
-from common.state.piece_plan import KvShape
-from prefill_node.core import reports
-from prefill_node.core.decode_links import DecodeLinks
-from prefill_node.core.job import JobEvent, JobState, PrefillJob
-from prefill_node.core.jobs import CURRENT, JobTable
-from prefill_node.core.pauses import Pauses
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation, PlanKey, TransferKey
+from kvferry.common.protocol.messages import Reserve
+from kvferry.common.scheduling.events import Prefilled
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
+from kvferry.common.state.handover_send import HandoverSender, NextToken
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.common.state.piece_plan import KvShape
+from kvferry.prefill_node.core import reports
+from kvferry.prefill_node.core.decode_links import DecodeLinks
+from kvferry.prefill_node.core.job import JobEvent, JobState, PrefillJob
+from kvferry.prefill_node.core.jobs import CURRENT, JobTable
+from kvferry.prefill_node.core.pauses import Pauses
 
 PLANS_KEPT = 8
 """More than there can be steps in flight."""

@@ -5,19 +5,19 @@ Here it is settled whether a job goes on in this process once its prompt is comp
 
 from dataclasses import dataclass, replace
 
-from common.config.protocol import Limits, Timers
-from common.errors import RequestInvalidError
-from common.ids import Incarnation, PlanKey
-from common.protocol.messages import Gone, Job
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.sequence import SequenceSpec
-from common.state.actions import Action, Send
-from common.state.clients import Client
-from common.state.leg import GoesOnHere
-from prefill_node.core import reports
-from prefill_node.core.decode_links import DecodeLinks
-from prefill_node.core.job import PrefillJob
-from prefill_node.core.jobs import JobTable
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.ids import Incarnation, PlanKey
+from kvferry.common.protocol.messages import Gone, Job
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.clients import Client
+from kvferry.common.state.leg import GoesOnHere
+from kvferry.prefill_node.core import reports
+from kvferry.prefill_node.core.decode_links import DecodeLinks
+from kvferry.prefill_node.core.job import PrefillJob
+from kvferry.prefill_node.core.jobs import JobTable
 
 
 @dataclass(slots=True)

@@ -13,12 +13,12 @@ The last four are records, kept until the worker's list no longer has them.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey
-from common.protocol.messages import FinishReason, FirstToken, HandoverFailed, Job
-from common.scheduling.sequence import SequenceSpec
-from common.state.handover_send import HandoverSender
-from common.state.table import Machine, Table
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, PlanKey
+from kvferry.common.protocol.messages import FinishReason, FirstToken, HandoverFailed, Job
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.state.handover_send import HandoverSender
+from kvferry.common.state.table import Machine, Table
 
 
 class JobState(Enum):

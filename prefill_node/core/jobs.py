@@ -7,14 +7,14 @@ there, whatever becomes of the job. Protocol rules 21 and 22.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import Incarnation, PlanKey, RequestId
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.sequence import Status
-from common.state.actions import Action
-from common.state.handover_send import HandoverSender
-from common.state.handover_send_table import SendState
-from prefill_node.core.job import JobState, PrefillJob
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, PlanKey, RequestId
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import Status
+from kvferry.common.state.actions import Action
+from kvferry.common.state.handover_send import HandoverSender
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.prefill_node.core.job import JobState, PrefillJob
 
 CURRENT = (JobState.QUEUED, JobState.COMPUTING, JobState.COMPUTED)
 OPEN = (SendState.ASKING, SendState.QUEUED, SendState.GRANTED, SendState.COMMITTING)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, PlanKey, RequestId, TransferKey
-from common.protocol.messages import Cancel, FirstToken, Job, Message, Role
-from common.scheduling.events import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation, PlanKey, RequestId, TransferKey
+from kvferry.common.protocol.messages import Cancel, FirstToken, Job, Message, Role
+from kvferry.common.scheduling.events import (
     ChunkComputed,
     Failed,
     Finished,
@@ -29,20 +29,20 @@ from common.scheduling.events import (
     SchedulerEvent,
     Started,
 )
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.sequence import SequenceSpec, Status
-from common.scheduling.step import StepPlan
-from common.state.actions import Action, Send
-from common.state.clients import Client
-from common.state.events import Event, KvSendFailed, LayersDone, PieceSent, PiecesStopped, Tick
-from common.state.leg import ComputedHere, GoesOnHere
-from common.state.piece_plan import KvShape
-from prefill_node.core import reports
-from prefill_node.core.decode_links import DecodeLinks
-from prefill_node.core.ferry import Ferry
-from prefill_node.core.intake import Intake
-from prefill_node.core.job import JobEvent, PrefillJob
-from prefill_node.core.jobs import CURRENT, JobTable
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SequenceSpec, Status
+from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.clients import Client
+from kvferry.common.state.events import Event, KvSendFailed, LayersDone, PieceSent, PiecesStopped, Tick
+from kvferry.common.state.leg import ComputedHere, GoesOnHere
+from kvferry.common.state.piece_plan import KvShape
+from kvferry.prefill_node.core import reports
+from kvferry.prefill_node.core.decode_links import DecodeLinks
+from kvferry.prefill_node.core.ferry import Ferry
+from kvferry.prefill_node.core.intake import Intake
+from kvferry.prefill_node.core.job import JobEvent, PrefillJob
+from kvferry.prefill_node.core.jobs import CURRENT, JobTable
 
 
 @dataclass(slots=True)

@@ -6,10 +6,10 @@ keeps its blocks and what is computed, but room on a decode node that it cannot 
 
 from dataclasses import dataclass
 
-from common.scheduling.scheduler import Scheduler
-from common.state.actions import Action
-from common.state.handover_send_table import SendState
-from prefill_node.core.job import JobState, PrefillJob
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.state.actions import Action
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.prefill_node.core.job import JobState, PrefillJob
 
 RELEASES_AT_ONCE = 1
 """After so many pauses room is asked for as soon as a prompt goes on."""

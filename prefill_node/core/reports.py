@@ -2,10 +2,10 @@
 
 import msgspec
 
-from common.ids import Incarnation
-from common.protocol.messages import Gone, HandedOver, HandoverFailed, Job
-from common.state.actions import Action, Send
-from prefill_node.core.job import JobState, PrefillJob
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import Gone, HandedOver, HandoverFailed, Job
+from kvferry.common.state.actions import Action, Send
+from kvferry.prefill_node.core.job import JobState, PrefillJob
 
 
 def failed(job: Job, reason: str, *, detail: str = "", retryable: bool = True) -> HandoverFailed:

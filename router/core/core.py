@@ -10,11 +10,11 @@ Requests and their moves are in `requests.py`, what nodes say in `reports.py`, w
 import random
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError, OverloadedError, UnavailableError
-from common.ids import Incarnation, RequestId
-from common.model_info import ModelInfo, strictest
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError, OverloadedError, UnavailableError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.model_info import ModelInfo, strictest
+from kvferry.common.protocol.messages import (
     FirstToken,
     Gone,
     HandedOver,
@@ -27,15 +27,15 @@ from common.protocol.messages import (
     Tokens,
     Welcome,
 )
-from common.state.events import Announced, Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
-from common.state.links import LinkState, LinkTable
-from router.api import GenerateRequest
-from router.core.effects import Effect
-from router.core.lists import Lists
-from router.core.planner import Planner
-from router.core.reports import Reports
-from router.core.request import Request
-from router.core.requests import RequestTable
+from kvferry.common.state.events import Announced, Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
+from kvferry.common.state.links import LinkState, LinkTable
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.effects import Effect
+from kvferry.router.core.lists import Lists
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.reports import Reports
+from kvferry.router.core.request import Request
+from kvferry.router.core.requests import RequestTable
 
 
 @dataclass(slots=True)

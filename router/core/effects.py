@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.ids import RequestId
-from common.state.actions import Action
-from router.api import EndEvent, TokensEvent
+from kvferry.common.ids import RequestId
+from kvferry.common.state.actions import Action
+from kvferry.router.api import EndEvent, TokensEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from common.config.protocol import Timers
-from common.ids import Incarnation
-from common.protocol.messages import Beat, BeatEntry
-from common.state.actions import Send
-from common.state.links import LinkTable
-from router.core.effects import Effect
-from router.core.planner import Planner
-from router.core.request import Request
-from router.core.requests import RequestTable
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import Beat, BeatEntry
+from kvferry.common.state.actions import Send
+from kvferry.common.state.links import LinkTable
+from kvferry.router.core.effects import Effect
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.request import Request
+from kvferry.router.core.requests import RequestTable
 
 
 @dataclass(slots=True)

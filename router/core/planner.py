@@ -3,13 +3,13 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from common.config.protocol import Timers
-from common.ids import Incarnation
-from common.model_info import Compatibility, TokenSource
-from common.protocol.messages import Candidate, Job
-from common.state.links import Link, LinkState, LinkTable
-from router.core.request import Plan, Request
-from router.policy.placement import DecodeView, PrefillView, choose
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import Incarnation
+from kvferry.common.model_info import Compatibility, TokenSource
+from kvferry.common.protocol.messages import Candidate, Job
+from kvferry.common.state.links import Link, LinkState, LinkTable
+from kvferry.router.core.request import Plan, Request
+from kvferry.router.policy.placement import DecodeView, PrefillView, choose
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ of them in one moment: what is beyond the bound waits here, oldest first, and ma
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.ids import Incarnation
-from router.core.request import Request
-from router.core.table import RequestState
+from kvferry.common.ids import Incarnation
+from kvferry.router.core.request import Request
+from kvferry.router.core.table import RequestState
 
 
 @dataclass(slots=True)

@@ -6,19 +6,19 @@ Protocol rules 3, 14, 27, 29, 34.
 
 from dataclasses import dataclass
 
-from common.config.protocol import Limits
-from common.errors import GenerationError, KvferryError, OverloadedError
-from common.ids import Incarnation
-from common.protocol.messages import FirstToken, Gone, HandedOver, HandoverFailed, Status, Tokens, TokensEntry
-from common.state.actions import Send
-from common.state.links import Link, LinkTable
-from router.api import Outcome, TokensEvent
-from router.core.effects import Deliver, Effect
-from router.core.lists import Lists
-from router.core.planner import Planner
-from router.core.request import Request
-from router.core.requests import RequestTable
-from router.core.table import RequestEvent, RequestState
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import GenerationError, KvferryError, OverloadedError
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import FirstToken, Gone, HandedOver, HandoverFailed, Status, Tokens, TokensEntry
+from kvferry.common.state.actions import Send
+from kvferry.common.state.links import Link, LinkTable
+from kvferry.router.api import Outcome, TokensEvent
+from kvferry.router.core.effects import Deliver, Effect
+from kvferry.router.core.lists import Lists
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.request import Request
+from kvferry.router.core.requests import RequestTable
+from kvferry.router.core.table import RequestEvent, RequestState
 
 Report = FirstToken | HandedOver | HandoverFailed | Gone
 

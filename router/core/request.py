@@ -3,13 +3,13 @@
 from array import array
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import Incarnation, RequestId
-from common.model_info import ModelInfo, TokenSource
-from common.protocol.messages import Candidate, FinishReason
-from common.sampling_params import SamplingParams
-from common.state.table import Machine
-from router.core.table import REQUEST_TABLE, RequestEvent, RequestState
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.model_info import ModelInfo, TokenSource
+from kvferry.common.protocol.messages import Candidate, FinishReason
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.table import Machine
+from kvferry.router.core.table import REQUEST_TABLE, RequestEvent, RequestState
 
 
 @dataclass(frozen=True, slots=True)

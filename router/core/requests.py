@@ -9,18 +9,18 @@ import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError, KvferryError, UnavailableError
-from common.ids import Incarnation, RequestId
-from common.protocol.messages import Cancel
-from common.state.actions import Send
-from common.state.links import LinkTable
-from router.api import EndEvent, GenerateRequest, Outcome, Usage
-from router.core.effects import Effect, Finish
-from router.core.planner import Planner
-from router.core.replans import ReplanBudget
-from router.core.request import Request
-from router.core.table import RequestEvent, RequestState
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError, KvferryError, UnavailableError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.protocol.messages import Cancel
+from kvferry.common.state.actions import Send
+from kvferry.common.state.links import LinkTable
+from kvferry.router.api import EndEvent, GenerateRequest, Outcome, Usage
+from kvferry.router.core.effects import Effect, Finish
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.replans import ReplanBudget
+from kvferry.router.core.request import Request
+from kvferry.router.core.table import RequestEvent, RequestState
 
 COMPACT_AT = 256
 

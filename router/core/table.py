@@ -8,7 +8,7 @@ ENDED    the outcome is decided, once; whatever comes later is dropped before th
 
 from enum import Enum, auto
 
-from common.state.table import Table
+from kvferry.common.state.table import Table
 
 
 class RequestState(Enum):

@@ -3,9 +3,9 @@
 import logging
 from urllib.parse import quote
 
-from router.api import EndEvent
-from router.http.errors import CLIENT_GONE_STATUS
-from router.http.exchange import Exchange
+from kvferry.router.api import EndEvent
+from kvferry.router.http.errors import CLIENT_GONE_STATUS
+from kvferry.router.http.exchange import Exchange
 
 
 def log_exchange(logger: logging.Logger, exchange: Exchange, duration_ms: float) -> None:

@@ -7,15 +7,15 @@ keys are ignored, and the first fault wins. Texts begin with where it is.
 import re
 from typing import NoReturn, TypeVar
 
-from common.errors import RequestInvalidError
-from common.ids import RequestId
-from common.model_info import ModelInfo
-from router.api import GenerateRequest
-from router.http.describe import describe
-from router.http.document import Document
-from router.http.number_run import TokenIds
-from router.http.parameters import read_parameters
-from router.http.schemas import DATATYPE, DEFAULT_OUTPUT_NAME, CheckedInfer
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.ids import RequestId
+from kvferry.common.model_info import ModelInfo
+from kvferry.router.api import GenerateRequest
+from kvferry.router.http.describe import describe
+from kvferry.router.http.document import Document
+from kvferry.router.http.number_run import TokenIds
+from kvferry.router.http.parameters import read_parameters
+from kvferry.router.http.schemas import DATATYPE, DEFAULT_OUTPUT_NAME, CheckedInfer
 
 MAX_IDS = 1_048_576
 """Longest prompt of the API, whatever the model can do."""

@@ -6,11 +6,11 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from common.clock import Clock, MonotonicClock
-from common.config.schema import RouterConfig
-from common.ids import RequestId, new_request_id
-from router.api import TokenService
-from router.http.metrics import RouterMetrics
+from kvferry.common.clock import Clock, MonotonicClock
+from kvferry.common.config.schema import RouterConfig
+from kvferry.common.ids import RequestId, new_request_id
+from kvferry.router.api import TokenService
+from kvferry.router.http.metrics import RouterMetrics
 
 
 def new_seed() -> int:

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.errors import RequestInvalidError
-from common.within import within
-from router.http.errors import BodyTooLargeError, BodyTooSlowError
-from router.http.exchange import Exchange
-from router.http.json_fault import json_fault, without_place
-from router.http.json_runs import WINDOW_BYTES, RunCutter
-from router.http.number_run import MalformedJsonError, TokenIds
-from router.http.skeleton import decode_skeleton
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.within import within
+from kvferry.router.http.errors import BodyTooLargeError, BodyTooSlowError
+from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.json_fault import json_fault, without_place
+from kvferry.router.http.json_runs import WINDOW_BYTES, RunCutter
+from kvferry.router.http.number_run import MalformedJsonError, TokenIds
+from kvferry.router.http.skeleton import decode_skeleton
 
 LARGE_BYTES = 262_144
 """What remains beside long arrays of numbers is decoded without what no rule speaks of, if it is larger than this."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import falcon
 import orjson
 
-from common.errors import (
+from kvferry.common.errors import (
     GenerationError,
     InvariantError,
     KvferryError,
@@ -18,7 +18,7 @@ from common.errors import (
     RequestInvalidError,
     UnavailableError,
 )
-from router.api import EndEvent
+from kvferry.router.api import EndEvent
 
 INCOMPLETE = "Incomplete Generation"
 CLIENT_GONE_STATUS = 499

@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from common.errors import InvariantError
-from common.ids import RequestId
-from router.api import EndEvent, Outcome
-from router.http.asgi import Message, Receive, Scope, message_bytes
-from router.http.errors import ClientGoneError
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import RequestId
+from kvferry.router.api import EndEvent, Outcome
+from kvferry.router.http.asgi import Message, Receive, Scope, message_bytes
+from kvferry.router.http.errors import ClientGoneError
 
 SCOPE_KEY = "kvferry.exchange"
 

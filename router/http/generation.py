@@ -1,10 +1,10 @@
 """One submitted request as the HTTP side sees it: passes its events on, times and counts them, ends exactly once."""
 
-from common.clock import Clock
-from common.errors import InvariantError
-from router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, TokenStream
-from router.http.exchange import Exchange
-from router.http.metrics import RouterMetrics
+from kvferry.common.clock import Clock
+from kvferry.common.errors import InvariantError
+from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, TokenStream
+from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.metrics import RouterMetrics
 
 
 class Generation:

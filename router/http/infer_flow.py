@@ -3,17 +3,17 @@
 The steps that both answer forms (one JSON object, events) share. Falcon's request and response do not come here.
 """
 
-from common.errors import ModelNotFoundError
-from common.model_info import ModelInfo
-from router.api import EndEvent, StreamEvent, TokensEvent
-from router.http.checks import check_infer
-from router.http.dependencies import AppDependencies
-from router.http.describe import describe
-from router.http.document import read_document
-from router.http.errors import ClientGoneError, error_of_end
-from router.http.exchange import Exchange
-from router.http.generation import Generation
-from router.http.schemas import CheckedInfer
+from kvferry.common.errors import ModelNotFoundError
+from kvferry.common.model_info import ModelInfo
+from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
+from kvferry.router.http.checks import check_infer
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.describe import describe
+from kvferry.router.http.document import read_document
+from kvferry.router.http.errors import ClientGoneError, error_of_end
+from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.generation import Generation
+from kvferry.router.http.schemas import CheckedInfer
 
 
 def known_model(deps: AppDependencies, name: str) -> ModelInfo:

@@ -12,8 +12,8 @@ body. Searches are `bytes.find`, so quiet stretches cost next to nothing; the nu
 
 import os
 
-from common.errors import InvariantError
-from router.http.number_run import MalformedJsonError, TokenIds
+from kvferry.common.errors import InvariantError
+from kvferry.router.http.number_run import MalformedJsonError, TokenIds
 
 WINDOW_BYTES = 65_536
 """What one step looks at: well below a millisecond of decoding."""

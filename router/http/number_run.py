@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from common.errors import InvariantError
-from router.http.describe import describe
+from kvferry.common.errors import InvariantError
+from kvferry.router.http.describe import describe
 
 _ANYTHING = msgspec.json.Decoder(list[object])
 

@@ -6,11 +6,11 @@ import falcon.asgi
 from falcon import HTTPNotFound
 from falcon.asgi import Request, Response
 
-from router.http.dependencies import AppDependencies
-from router.http.resources.health import LiveResource, ReadyResource
-from router.http.resources.infer import InferResource, InferStreamResource
-from router.http.resources.metrics import MetricsResource
-from router.http.resources.models import ModelConfigResource, ModelListResource, ModelResource, ServerResource
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.resources.health import LiveResource, ReadyResource
+from kvferry.router.http.resources.infer import InferResource, InferStreamResource
+from kvferry.router.http.resources.metrics import MetricsResource
+from kvferry.router.http.resources.models import ModelConfigResource, ModelListResource, ModelResource, ServerResource
 
 _VERSIONS = re.compile(r"/v2/models/[^/]+/versions(/|$)")
 

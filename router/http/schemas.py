@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import orjson
 
-from router.api import GenerateRequest
+from kvferry.router.api import GenerateRequest
 
 DATATYPE = "UINT32"
 DEFAULT_OUTPUT_NAME = "output0"

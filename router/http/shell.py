@@ -12,12 +12,12 @@ import falcon.asgi
 from falcon import COMBINED_METHODS
 from falcon.asgi import Request, Response
 
-from common.within import within
-from router.http.access_log import log_exchange
-from router.http.asgi import Message, Receive, Scope, Send
-from router.http.dependencies import AppDependencies
-from router.http.errors import AmbiguousLengthError, ClientGoneError, HttpVersionError, problem_of
-from router.http.exchange import SCOPE_KEY, Exchange
+from kvferry.common.within import within
+from kvferry.router.http.access_log import log_exchange
+from kvferry.router.http.asgi import Message, Receive, Scope, Send
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.errors import AmbiguousLengthError, ClientGoneError, HttpVersionError, problem_of
+from kvferry.router.http.exchange import SCOPE_KEY, Exchange
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
 _HTTP_VERSIONS = ("1.0", "1.1")

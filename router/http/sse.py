@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import orjson
 
-from router.api import EndEvent, StreamEvent, TokensEvent
-from router.http.errors import Problem, error_of_end, is_our_fault, problem_of
-from router.http.generation import Generation
+from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
+from kvferry.router.http.errors import Problem, error_of_end, is_our_fault, problem_of
+from kvferry.router.http.generation import Generation
 
 
 def tokens_event(client_id: str, event: TokensEvent) -> bytes:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ops.cli.numbers import above_zero, count, positive, three_counts
+from kvferry.ops.cli.numbers import above_zero, count, positive, three_counts
 from tests.chaos.asks import REAL_SIZES, Sizes, pool
 from tests.chaos.crowd import Target
 from tests.chaos.fault_proxy import ProxyLinks

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 
-from common.log import setup_logging
-from ops.cli.main import build_parser
-from ops.cli.options import read_config
-from ops.cli.serve import overrides
-from ops.launcher.process import ChildSpec
-from ops.launcher.serve import serve
-from ops.model_choice import with_model
+from kvferry.common.log import setup_logging
+from kvferry.ops.cli.main import build_parser
+from kvferry.ops.cli.options import read_config
+from kvferry.ops.cli.serve import overrides
+from kvferry.ops.launcher.process import ChildSpec
+from kvferry.ops.launcher.serve import serve
+from kvferry.ops.model_choice import with_model
 
 
 class Place(msgspec.Struct, frozen=True):

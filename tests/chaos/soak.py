@@ -18,7 +18,7 @@ from typing import NoReturn
 import msgspec
 from tqdm import tqdm
 
-from ops.cli.numbers import positive
+from kvferry.ops.cli.numbers import positive
 from tests.chaos.asks import REAL_SIZES, Ask, Generation, Sizes, pool
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Client, Target, learn, now

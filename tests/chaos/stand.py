@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.config.endpoints import with_key
+from kvferry.common.config.endpoints import with_key
 from tests.chaos.launch import write_places
 from tests.chaos.links import Links, parts_of
 from tests.support.keys import KeyRing

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ops.cli.numbers import above_zero, positive
+from kvferry.ops.cli.numbers import above_zero, positive
 from tests.chaos.asks import Ask, Sizes, patient, pool
 from tests.chaos.client import End, Record
 from tests.chaos.crowd import Client, Target, learn, now

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.device.base import Device
-from common.device.cpu import CpuDevice
-from common.models.load import LoadedModel, load_model
+from kvferry.common.device.base import Device
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.models.load import LoadedModel, load_model
 from tests.support.cluster import MODEL, Cluster, ClusterOptions, running_cluster
 from tests.support.tiny_llama import make_checkpoint
 

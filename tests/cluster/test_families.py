@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.device.base import Device
-from common.models.load import load_model
+from kvferry.common.device.base import Device
+from kvferry.common.models.load import load_model
 from tests.support.cluster import MODEL, running_cluster
 from tests.support.tiny_families import make_family_checkpoint
 from tests.support.tiny_llama import random_prompt, reference_tokens

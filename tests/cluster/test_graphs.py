@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.models.load import load_model
+from kvferry.common.models.load import load_model
 from tests.support.cluster import MODEL, ClusterOptions, running_cluster
 from tests.support.replayed_graphs import GraphDevice
 from tests.support.tiny_llama import random_prompt, reference_tokens

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from common.config.protocol import Limits
+from kvferry.common.config.protocol import Limits
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
 from tests.support.eventually import eventually

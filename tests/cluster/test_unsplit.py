@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.state.node_core import NodeCore
-from router.core import planner
-from router.policy.placement import Choice, choose
+from kvferry.common.state.node_core import NodeCore
+from kvferry.router.core import planner
+from kvferry.router.policy.placement import Choice, choose
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
 from tests.support.eventually import eventually

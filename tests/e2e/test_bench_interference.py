@@ -1,4 +1,4 @@
-"""`python -m ops.bench.interference` with real clusters of the tiny model."""
+"""`python -m kvferry.ops.bench.interference` with real clusters of the tiny model."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def test_streams_are_measured_alone_and_with_prompts(reference: Reference, tmp_p
     out = tmp_path / "figures.json"
     words = ["--model", str(reference.path), "--dtype", "float32", "--layout", "unsplit", "--streams", "2"]
     words += ["--requests", "4", "--output-len", "200", "--prompt-len", "300", "--rate", "20", "--json", str(out)]
-    command = [sys.executable, "-m", "ops.bench.interference", *words]
+    command = [sys.executable, "-m", "kvferry.ops.bench.interference", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[1].startswith("unsplit ")

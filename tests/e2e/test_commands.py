@@ -21,7 +21,11 @@ DEADLINE_S = 120.0
 def kvferry(*words: str) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end."""
     return subprocess.run(
-        (sys.executable, "-m", "ops.cli.main", *words), capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        (sys.executable, "-m", "kvferry.ops.cli.main", *words),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.tokenizer import load_tokenizer
-from ops.cli.chat import chat_prompt
+from kvferry.common.tokenizer import load_tokenizer
+from kvferry.ops.cli.chat import chat_prompt
 from tests.support.real_model import real_model_path
 
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.slow]
@@ -28,7 +28,7 @@ def demo(tmp_path: Path) -> list[str]:
     command = (
         sys.executable,
         "-m",
-        "ops.cli.main",
+        "kvferry.ops.cli.main",
         "demo",
         "--question",
         QUESTION,

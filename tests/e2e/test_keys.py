@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from common.config.endpoints import with_key
-from ops.cli.main import main
+from kvferry.common.config.endpoints import with_key
+from kvferry.ops.cli.main import main
 from tests.e2e.conftest import Reference, Serve
 from tests.support.bodies import body_of
 from tests.support.infer_cases import VOCAB_SIZE

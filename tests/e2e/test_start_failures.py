@@ -92,7 +92,7 @@ def test_a_node_that_cannot_announce_itself_says_so(reference: Reference, tmp_pa
         announce_to = ["tcp://*:1035"]
         """
     )
-    command = (sys.executable, "-m", "ops.cli.main", "prefill", "--config", str(file))
+    command = (sys.executable, "-m", "kvferry.ops.cli.main", "prefill", "--config", str(file))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
     assert ended.returncode == 2, ended.stderr
     line = "kvferry prefill: error: tcp://*:1035 is no address that can be connected to"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
-from ops.launcher.started import started_cluster
+from kvferry.common.errors import ConfigError
+from kvferry.ops.launcher.started import started_cluster
 from tests.chaos.stand import tiny_model
 
 pytestmark = [pytest.mark.e2e]

@@ -45,7 +45,7 @@ def whole(cluster: Served) -> Iterator[None]:
 
 def ranks(node: psutil.Process) -> list[psutil.Process]:
     """A node's other ranks."""
-    return [child for child in node.children() if "common.ranks.agent" in child.cmdline()]
+    return [child for child in node.children() if "kvferry.common.ranks.agent" in child.cmdline()]
 
 
 def ask(cluster: Served, prompt: list[int], count: int) -> list[int]:

@@ -9,12 +9,12 @@ import pytest
 
 PROBE = """
 import dataclasses
-from common.device.select import probe_devices
+from kvferry.common.device.select import probe_devices
 result = dataclasses.astuple(probe_devices()[0])
 """
 OPEN = """
-from common.device.select import select_device
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.select import select_device
+from kvferry.common.errors import DeviceUnavailableError
 try:
     result = str(select_device({name!r}, threads=1, index={index}).torch_device)
 except DeviceUnavailableError as error:

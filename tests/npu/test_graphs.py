@@ -13,15 +13,15 @@ from typing import cast
 import pytest
 import torch
 
-from common.device.base import Device
-from common.device.graphs import AcceleratorGraphs
-from common.device.npu_graphs import NpuGraphApi, NpuGraphHandle, NpuRecorder
-from common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
-from common.engine.decode_graphs import DecodeGraphs, GraphSize
-from common.engine.kv_cache import KvCache
-from common.models.decoder import DecoderModel
-from common.models.weights import TrackedWeights
-from common.scheduling.step import ScheduledSequence
+from kvferry.common.device.base import Device
+from kvferry.common.device.graphs import AcceleratorGraphs
+from kvferry.common.device.npu_graphs import NpuGraphApi, NpuGraphHandle, NpuRecorder
+from kvferry.common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
+from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.models.decoder import DecoderModel
+from kvferry.common.models.weights import TrackedWeights
+from kvferry.common.scheduling.step import ScheduledSequence
 from tests.npu.test_model import BLOCK, CONFIG, CPU, RandomWeights
 from tests.support.paged_device import PagedDevice
 

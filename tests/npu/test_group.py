@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo
 
-from common.parallel.collectives import GroupCollectives
-from common.parallel.group import meet, open_store
-from common.parallel.shard import Shard
+from kvferry.common.parallel.collectives import GroupCollectives
+from kvferry.common.parallel.group import meet, open_store
+from kvferry.common.parallel.shard import Shard
 
 
 def test_ranks_on_npus_meet_by_hccl(torch_npu):
-    from common.device.npu import open_npu
+    from kvferry.common.device.npu import open_npu
 
     device, collectives = open_npu(1), GroupCollectives(Shard(0, 1))
     timeout = timedelta(seconds=2000)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from common.device.base import KvTensorSpec
+from kvferry.common.device.base import KvTensorSpec
 from tests.npu.test_detection import in_a_process
 
 SPECS = (KvTensorSpec("key", (2, 128), torch.bfloat16), KvTensorSpec("value", (2, 128), torch.bfloat16))
@@ -18,7 +18,7 @@ BLOCKS, BLOCK = 6, 128
 
 @pytest.fixture(scope="module")
 def device(torch_npu):
-    from common.device.npu import open_npu
+    from kvferry.common.device.npu import open_npu
 
     return open_npu(1)
 
@@ -67,7 +67,7 @@ LATE = """
 import torch
 from tests.npu.reference_kernels import bind_kernels
 bind_kernels()
-from common.device.npu import open_npu
+from kvferry.common.device.npu import open_npu
 device = open_npu(0)
 cache = torch.empty(64, device=device.torch_device)
 cache.copy_(torch.ones(64))
@@ -94,10 +94,10 @@ SWAP = """
 import torch
 from tests.npu.reference_kernels import bind_kernels
 bind_kernels()
-from common.device.base import KvTensorSpec
-from common.device.npu import open_npu
-from common.engine.host_cache import HostCache
-from common.engine.kv_cache import KvCache
+from kvferry.common.device.base import KvTensorSpec
+from kvferry.common.device.npu import open_npu
+from kvferry.common.engine.host_cache import HostCache
+from kvferry.common.engine.kv_cache import KvCache
 device = open_npu(0)
 cache = KvCache(device, (KvTensorSpec("key", (2, 4), torch.bfloat16),), 2, 4, 128)
 host = HostCache(device, cache, 2)

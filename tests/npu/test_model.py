@@ -6,13 +6,13 @@ from typing import cast
 import pytest
 import torch
 
-from common.device.base import AttentionMetadata, Device
-from common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
-from common.device.paged import allocate_paged
-from common.device.torch_ops import TorchOps
-from common.models.config import ModelConfig, RopeConfig
-from common.models.decoder import DecoderModel
-from common.models.weights import TrackedWeights
+from kvferry.common.device.base import AttentionMetadata, Device
+from kvferry.common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
+from kvferry.common.device.paged import allocate_paged
+from kvferry.common.device.torch_ops import TorchOps
+from kvferry.common.models.config import ModelConfig, RopeConfig
+from kvferry.common.models.decoder import DecoderModel
+from kvferry.common.models.weights import TrackedWeights
 from tests.npu.reference_kernels import calls
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from array import array
 import torch
 from tests.npu.reference_kernels import bind_kernels
 bind_kernels()
-from common.device.npu import open_npu
-from common.engine.batch import make_batch
-from common.engine.staging import Landing, Staging, StepShape
-from common.scheduling.step import ScheduledSequence
+from kvferry.common.device.npu import open_npu
+from kvferry.common.engine.batch import make_batch
+from kvferry.common.engine.staging import Landing, Staging, StepShape
+from kvferry.common.scheduling.step import ScheduledSequence
 device = open_npu(0)
 staging, landing = Staging(device), Landing(device)
 scheduled = [

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ops.bench.serve.response import EventSplitter, MalformedAnswerError, ResponseReader
+from kvferry.ops.bench.serve.response import EventSplitter, MalformedAnswerError, ResponseReader
 
 EVENTS = [b"{}", b'{"index":0}', b"[DONE]"]
 BODY = b": a comment\n\n" + b"".join(b"data: " + event + b"\r\n\r\n" for event in EVENTS)

@@ -12,10 +12,10 @@ from operator import getitem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config.protocol import Limits
-from common.errors import ProtocolError
-from common.ids import Incarnation
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ProtocolError
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import (
     Abort,
     Beat,
     BeatEntry,
@@ -41,10 +41,10 @@ from common.protocol.messages import (
     Tokens,
     TokensEntry,
 )
-from common.protocol.wire import decode, encode
-from common.sampling_params import SamplingParams
-from common.state.actions import Send
-from common.state.events import Tick
+from kvferry.common.protocol.wire import decode, encode
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import Send
+from kvferry.common.state.events import Tick
 from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request
 from tests.unit import test_core_decode as at_decode
 from tests.unit import test_core_router as at_router

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import RequestInvalidError
-from common.ids import RequestId
-from router.http import json_runs
-from router.http.document import Document, read_document
-from router.http.exchange import Exchange
-from router.http.json_runs import RunCutter
-from router.http.number_run import MalformedJsonError, TokenIds
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.ids import RequestId
+from kvferry.router.http import json_runs
+from kvferry.router.http.document import Document, read_document
+from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.json_runs import RunCutter
+from kvferry.router.http.number_run import MalformedJsonError, TokenIds
 
 VOCAB_SIZE = 1000
 SCALARS = ["1", "999", "1000", "-1", "0", "1.5", "1e3", "true", "null", " 7 ", "\n8", "12345678901234567890123"]

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.kv.block_pool import BlockPool, Tries
+from kvferry.common.kv.block_pool import BlockPool, Tries
 from tests.support.scheduling import ids
 
 SIZE = 2

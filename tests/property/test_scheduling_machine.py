@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.errors import ProtocolError, RequestInvalidError
-from common.scheduling.events import (
+from kvferry.common.errors import ProtocolError, RequestInvalidError
+from kvferry.common.scheduling.events import (
     ChunkComputed,
     Failed,
     Finished,
@@ -20,9 +20,9 @@ from common.scheduling.events import (
     SchedulerEvent,
     Started,
 )
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import SequenceSpec, Status
-from common.scheduling.step import StepPlan
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import SequenceSpec, Status
+from kvferry.common.scheduling.step import StepPlan
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 NUM_BLOCKS, SIZE = 12, 2

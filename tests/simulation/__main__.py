@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from ops.cli.numbers import count, positive, three_counts
-from ops.simulate.process import Process
+from kvferry.ops.cli.numbers import count, positive, three_counts
+from kvferry.ops.simulate.process import Process
 from tests.simulation.draw import draw_plan
 from tests.simulation.plan import Plan
 from tests.simulation.profiles import PROFILES

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from common.errors import GenerationError, OverloadedError, UnavailableError
-from common.ids import RequestId
-from common.state.handover_send_table import SendState
-from common.state.staging_slots import StagingSlots
-from decode_node.core.leg import DecodeLeg
-from ops.simulate.model import EOS_TOKEN_ID, undisturbed
-from ops.simulate.node import SimNode
-from ops.simulate.process import Process
-from ops.simulate.worker import SimWorker, Stream
-from ops.simulate.world import World
-from prefill_node.core.jobs import OPEN
-from prefill_node.core.leg import PrefillLeg
-from router.api import EndEvent, StreamEvent, TokensEvent
-from router.core.table import RequestState
+from kvferry.common.errors import GenerationError, OverloadedError, UnavailableError
+from kvferry.common.ids import RequestId
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.common.state.staging_slots import StagingSlots
+from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.ops.simulate.model import EOS_TOKEN_ID, undisturbed
+from kvferry.ops.simulate.node import SimNode
+from kvferry.ops.simulate.process import Process
+from kvferry.ops.simulate.worker import SimWorker, Stream
+from kvferry.ops.simulate.world import World
+from kvferry.prefill_node.core.jobs import OPEN
+from kvferry.prefill_node.core.leg import PrefillLeg
+from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
+from kvferry.router.core.table import RequestState
 
 ENOUGH_S = 7.0
 """In a calm cluster a request ends within this time, whatever it has been through."""

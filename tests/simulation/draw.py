@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import msgspec
 
-from common.config.protocol import Limits, Timers
-from common.protocol.messages import Role
-from common.scheduling.scheduler_config import SchedulerConfig
-from ops.simulate.costs import CostModel
-from ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
-from ops.simulate.network import Delays
-from ops.simulate.node import NodeSpec
-from ops.simulate.worker import WorkerSpec
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.protocol.messages import Role
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.ops.simulate.costs import CostModel
+from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
+from kvferry.ops.simulate.network import Delays
+from kvferry.ops.simulate.node import NodeSpec
+from kvferry.ops.simulate.worker import WorkerSpec
 from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.profiles import PROFILES, Profile
 from tests.simulation.strangers import STRANGE_FIELDS, strange, with_two_kinds

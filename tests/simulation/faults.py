@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.ids import RequestId
-from ops.simulate.kv_network import SEND_TIMEOUT_S
-from ops.simulate.network import Delays
-from ops.simulate.node import NodeSpec, SimNode
-from ops.simulate.process import Process
-from ops.simulate.worker import SimWorker
-from ops.simulate.world import World
+from kvferry.common.ids import RequestId
+from kvferry.ops.simulate.kv_network import SEND_TIMEOUT_S
+from kvferry.ops.simulate.network import Delays
+from kvferry.ops.simulate.node import NodeSpec, SimNode
+from kvferry.ops.simulate.process import Process
+from kvferry.ops.simulate.worker import SimWorker
+from kvferry.ops.simulate.world import World
 from tests.simulation.checks import Violation, resting
 from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.strangers import strange

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from ops.cli.numbers import positive
+from kvferry.ops.cli.numbers import positive
 from tests.simulation.__main__ import say
 from tests.simulation.draw import draw_plan
 from tests.simulation.mutation import Mutation

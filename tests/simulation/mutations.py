@@ -9,36 +9,36 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.ids import Incarnation, TransferKey
-from common.kv.host_pool import HostPool
-from common.protocol.messages import Abort, Piece
-from common.scheduling.swapping import Swapping
-from common.state.actions import Action, Send
-from common.state.clients import Client, ClientTable
-from common.state.handover_receive import PieceLedger
-from common.state.handover_send import HandoverSender
-from common.state.handover_send_table import SendState
-from common.state.links import LinkTable
-from common.state.node_core import NodeCore
-from common.state.staging_slots import StagingSlots
-from decode_node.core.entries import EntryTable
-from decode_node.core.leg import DecodeLeg
-from decode_node.core.reservations import Reservations
-from decode_node.core.takeover import Takeover
-from ops.simulate.kv_link import KvSender
-from ops.simulate.kv_receiver import KvReceiver
-from prefill_node.core import reports
-from prefill_node.core.ferry import Ferry
-from prefill_node.core.jobs import JobTable
-from prefill_node.core.leg import PrefillLeg
-from prefill_node.core.pauses import Pauses
-from router.core.core import RouterCore
-from router.core.lists import Lists
-from router.core.planner import Planner
-from router.core.replans import ReplanBudget
-from router.core.reports import Reports
-from router.core.request import Request
-from router.core.requests import RequestTable
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.protocol.messages import Abort, Piece
+from kvferry.common.scheduling.swapping import Swapping
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.clients import Client, ClientTable
+from kvferry.common.state.handover_receive import PieceLedger
+from kvferry.common.state.handover_send import HandoverSender
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.common.state.links import LinkTable
+from kvferry.common.state.node_core import NodeCore
+from kvferry.common.state.staging_slots import StagingSlots
+from kvferry.decode_node.core.entries import EntryTable
+from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.decode_node.core.reservations import Reservations
+from kvferry.decode_node.core.takeover import Takeover
+from kvferry.ops.simulate.kv_link import KvSender
+from kvferry.ops.simulate.kv_receiver import KvReceiver
+from kvferry.prefill_node.core import reports
+from kvferry.prefill_node.core.ferry import Ferry
+from kvferry.prefill_node.core.jobs import JobTable
+from kvferry.prefill_node.core.leg import PrefillLeg
+from kvferry.prefill_node.core.pauses import Pauses
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.lists import Lists
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.replans import ReplanBudget
+from kvferry.router.core.reports import Reports
+from kvferry.router.core.request import Request
+from kvferry.router.core.requests import RequestTable
 from tests.simulation import swap_patches as swaps
 from tests.simulation.mutation import Mutation, Patched, none, nothing
 from tests.simulation.mutations_ahead import AHEAD_MUTATIONS

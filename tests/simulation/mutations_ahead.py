@@ -1,12 +1,12 @@
 """Seeded defects of steps that are planned ahead of a token still being drawn. See mutations.py."""
 
-from common.scheduling.batch import Batch
-from common.scheduling.drawn import Drawn
-from common.scheduling.events import FinishReason, SchedulerEvent
-from common.scheduling.results import Results
-from common.scheduling.room import Room
-from common.scheduling.sequence import Sequence
-from common.scheduling.step import StepResult
+from kvferry.common.scheduling.batch import Batch
+from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.scheduling.events import FinishReason, SchedulerEvent
+from kvferry.common.scheduling.results import Results
+from kvferry.common.scheduling.room import Room
+from kvferry.common.scheduling.sequence import Sequence
+from kvferry.common.scheduling.step import StepResult
 from tests.simulation.mutation import Mutation, Patched
 
 

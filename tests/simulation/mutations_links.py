@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import router.core.planner
-from common.model_info import Compatibility
-from common.protocol.messages import Status
-from common.state.links import Link, LinkTable
-from common.state.node_core import NodeCore
-from router.core.core import RouterCore
-from router.policy.placement import DecodeView, PrefillView
+import kvferry.router.core.planner
+from kvferry.common.model_info import Compatibility
+from kvferry.common.protocol.messages import Status
+from kvferry.common.state.links import Link, LinkTable
+from kvferry.common.state.node_core import NodeCore
+from kvferry.router.core.core import RouterCore
+from kvferry.router.policy.placement import DecodeView, PrefillView
 from tests.simulation.mutation import Mutation, Patched, none
 
 Views = Sequence[PrefillView | DecodeView]
@@ -73,7 +73,9 @@ LINK_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "an end that is known at once is not followed", "1", LinkTable, "_lose", _lose_by_silence_alone, "crashes"
     ),
-    Mutation("nodes that do not fit are made a pair", "6", router.core.planner, "choose", _pair_anything, "strangers"),
+    Mutation(
+        "nodes that do not fit are made a pair", "6", kvferry.router.core.planner, "choose", _pair_anything, "strangers"
+    ),
     Mutation("every Hello is welcome", "6", Compatibility, "difference", none, "strangers"),
     Mutation("an engine that makes no step is not judged", "10", LinkTable, "on_status", _always_progress, "wedges"),
     Mutation("a node whose engine makes no step lives on", "10", NodeCore, "_on_tick", _never_stuck, "wedges"),

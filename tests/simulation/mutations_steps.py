@@ -5,28 +5,28 @@ from dataclasses import replace
 
 import msgspec
 
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import Refused, Revoke
-from common.scheduling import batch, room
-from common.scheduling.admission import Admission
-from common.scheduling.preemption import rank
-from common.scheduling.sequence import Sequence
-from common.scheduling.step import ScheduledSequence
-from common.state.actions import Action, Send
-from common.state.handover_receive import PieceLedger, ReceiveState
-from common.state.handover_send import HandoverSender
-from common.state.node_core import NodeCore
-from common.state.pieces_out import PiecesOut
-from decode_node.core.entries import EntryTable
-from decode_node.core.entry import Entry
-from decode_node.core.reservations import Reservations
-from prefill_node.core.job import JobState, PrefillJob
-from prefill_node.core.jobs import JobTable
-from router.core.planner import Planner
-from router.core.reports import Reports
-from router.core.request import Request
-from router.core.requests import RequestTable
-from router.core.table import RequestEvent
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import Refused, Revoke
+from kvferry.common.scheduling import batch, room
+from kvferry.common.scheduling.admission import Admission
+from kvferry.common.scheduling.preemption import rank
+from kvferry.common.scheduling.sequence import Sequence
+from kvferry.common.scheduling.step import ScheduledSequence
+from kvferry.common.state.actions import Action, Send
+from kvferry.common.state.handover_receive import PieceLedger, ReceiveState
+from kvferry.common.state.handover_send import HandoverSender
+from kvferry.common.state.node_core import NodeCore
+from kvferry.common.state.pieces_out import PiecesOut
+from kvferry.decode_node.core.entries import EntryTable
+from kvferry.decode_node.core.entry import Entry
+from kvferry.decode_node.core.reservations import Reservations
+from kvferry.prefill_node.core.job import JobState, PrefillJob
+from kvferry.prefill_node.core.jobs import JobTable
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.reports import Reports
+from kvferry.router.core.request import Request
+from kvferry.router.core.requests import RequestTable
+from kvferry.router.core.table import RequestEvent
 from tests.simulation.mutation import Mutation, Patched, none, nothing
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from ops.simulate.network import Delays
-from ops.simulate.node import MODEL_NAME, NodeSpec
-from ops.simulate.worker import WorkerSpec
+from kvferry.ops.simulate.network import Delays
+from kvferry.ops.simulate.node import MODEL_NAME, NodeSpec
+from kvferry.ops.simulate.worker import WorkerSpec
 from tests.simulation.strangers import strange
 from tests.support.files import write_whole
 

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.errors import UnavailableError
-from common.sampling_params import SamplingParams
-from ops.simulate.node import MODEL_NAME, SimNode
-from ops.simulate.process import Process
-from ops.simulate.worker import SimWorker, Stream
-from ops.simulate.world import World
-from router.api import StreamEvent
+from kvferry.common.errors import UnavailableError
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.ops.simulate.node import MODEL_NAME, SimNode
+from kvferry.ops.simulate.process import Process
+from kvferry.ops.simulate.worker import SimWorker, Stream
+from kvferry.ops.simulate.world import World
+from kvferry.router.api import StreamEvent
 from tests.simulation.checks import (
     RECOVERY_S,
     SLOW_STEP_S,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import asdict, replace
 
-from ops.simulate.network import Delays
+from kvferry.ops.simulate.network import Delays
 from tests.simulation.plan import Ask, Crash, Cut, Deed, Drain, Freeze, Misfit, Plan, Slow, Stall, Wedge
 from tests.simulation.trial import Failure, try_plan
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ops.simulate.node import NodeSpec
+from kvferry.ops.simulate.node import NodeSpec
 
 _STRANGE: Mapping[str, Mapping[str, object]] = {
     "name": {"model_name": "another", "weights": "another"},

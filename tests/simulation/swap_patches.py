@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from common.scheduling.batch import Batch
-from common.scheduling.sequence import Sequence, Status
-from common.scheduling.swapping import Swapping
+from kvferry.common.scheduling.batch import Batch
+from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.swapping import Swapping
 
 Patched = Callable[..., object]
 

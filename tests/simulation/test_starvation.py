@@ -2,15 +2,15 @@
 
 import random
 
-from common.config.protocol import Timers
-from common.protocol.messages import Role
-from common.sampling_params import SamplingParams
-from common.scheduling.scheduler_config import SchedulerConfig
-from ops.simulate.costs import CostModel
-from ops.simulate.model import EOS_TOKEN_ID
-from ops.simulate.node import NodeSpec
-from ops.simulate.worker import Stream, WorkerSpec
-from ops.simulate.world import World
+from kvferry.common.config.protocol import Timers
+from kvferry.common.protocol.messages import Role
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.ops.simulate.costs import CostModel
+from kvferry.ops.simulate.model import EOS_TOKEN_ID
+from kvferry.ops.simulate.node import NodeSpec
+from kvferry.ops.simulate.worker import Stream, WorkerSpec
+from kvferry.ops.simulate.world import World
 
 TIMERS = Timers(queued_wait_s=1.0)
 SMALL_EACH_S = 0.09

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from ops.cli.numbers import above_zero, positive
+from kvferry.ops.cli.numbers import above_zero, positive
 from tests.simulation.__main__ import say, show_shrunk
 from tests.simulation.draw import draw_plan
 from tests.simulation.ledger import Failed, Ledger, Tally, code_version, open_ledger

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from common.ids import Incarnation, RequestId, TransferKey
-from common.protocol.messages import (
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.protocol.messages import (
     Abort,
     Cancel,
     Commit,
@@ -24,12 +24,12 @@ from common.protocol.messages import (
     Revoke,
     Welcome,
 )
-from common.state.actions import Send
-from common.state.events import PieceBad, Received, Tick
-from ops.simulate.kv_receiver import BELOW, OTHER_SLOT
-from ops.simulate.node import SimNode
-from ops.simulate.process import Process
-from ops.simulate.worker import SimWorker, Stream
+from kvferry.common.state.actions import Send
+from kvferry.common.state.events import PieceBad, Received, Tick
+from kvferry.ops.simulate.kv_receiver import BELOW, OTHER_SLOT
+from kvferry.ops.simulate.node import SimNode
+from kvferry.ops.simulate.process import Process
+from kvferry.ops.simulate.worker import SimWorker, Stream
 from tests.simulation.checks import Violation
 from tests.simulation.strangers import refused_field
 

@@ -18,26 +18,26 @@ from typing import Any
 import httpx
 from prometheus_client import CollectorRegistry
 
-from common.clock import MonotonicClock
-from common.config.protocol import Limits, Timers
-from common.config.resolve import NodeSettings
-from common.config.schema import ROLES, KvTransport, Role, RouterConfig
-from common.device.base import Device
-from common.engine.kv_cache import bytes_per_token
-from common.models.load import LoadedModel
-from common.node.build import LegContext, NodeBuilder, Surroundings
-from common.node.shell import NodeShell
-from common.state.actions import ExitProcess
-from common.state.leg import Leg
-from common.state.node_core import NodeCore
-from common.transport.context import TransportContext
-from decode_node.build import make_leg as make_decode_leg
-from ops.unsplit_node import make_legs as make_unsplit_legs
-from prefill_node.build import make_leg as make_prefill_leg
-from router.app import AppDependencies, create_app
-from router.http.metrics import RouterMetrics
-from router.http.shell import AsgiShell
-from router.service import RouterService, ServiceSettings
+from kvferry.common.clock import MonotonicClock
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.resolve import NodeSettings
+from kvferry.common.config.schema import ROLES, KvTransport, Role, RouterConfig
+from kvferry.common.device.base import Device
+from kvferry.common.engine.kv_cache import bytes_per_token
+from kvferry.common.models.load import LoadedModel
+from kvferry.common.node.build import LegContext, NodeBuilder, Surroundings
+from kvferry.common.node.shell import NodeShell
+from kvferry.common.state.actions import ExitProcess
+from kvferry.common.state.leg import Leg
+from kvferry.common.state.node_core import NodeCore
+from kvferry.common.transport.context import TransportContext
+from kvferry.decode_node.build import make_leg as make_decode_leg
+from kvferry.ops.unsplit_node import make_legs as make_unsplit_legs
+from kvferry.prefill_node.build import make_leg as make_prefill_leg
+from kvferry.router.app import AppDependencies, create_app
+from kvferry.router.http.metrics import RouterMetrics
+from kvferry.router.http.shell import AsgiShell
+from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.bodies import body_of
 from tests.support.eventually import PATIENCE_S, POLL_S, eventually
 from tests.support.keys import KeyRing

@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.device.base import Ops
-from common.device.cpu import CpuDevice
-from common.device.native.build import build, find_compiler
-from common.device.native.select import cpu_ops
+from kvferry.common.device.base import Ops
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.native.build import build, find_compiler
+from kvferry.common.device.native.select import cpu_ops
 
 OP_SETS = ("torch", "native")
 

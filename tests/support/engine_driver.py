@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from common.device.base import Device
-from common.device.cpu import CpuDevice
-from common.device.graphs import Graphs
-from common.engine.decode_graphs import DecodeGraphs, GraphSize, num_scratch_blocks
-from common.engine.host_cache import HostCache
-from common.engine.kv_cache import KvCache
-from common.engine.runner import ModelRunner
-from common.engine.sampler import Sampler
-from common.models.load import LoadedModel
-from common.parallel.collectives import ALONE, Collectives
-from common.sampling_params import SamplingParams
-from common.scheduling.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+from kvferry.common.device.base import Device
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.graphs import Graphs
+from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize, num_scratch_blocks
+from kvferry.common.engine.host_cache import HostCache
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.runner import ModelRunner
+from kvferry.common.engine.sampler import Sampler
+from kvferry.common.models.load import LoadedModel
+from kvferry.common.parallel.collectives import ALONE, Collectives
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
 GREEDY = SamplingParams(max_new_tokens=1)
 

@@ -8,10 +8,10 @@ import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from common.errors import InvariantError
-from common.ids import RequestId
-from common.model_info import ModelInfo
-from router.api import (
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import RequestId
+from kvferry.common.model_info import ModelInfo
+from kvferry.router.api import (
     EndEvent,
     GenerateRequest,
     NodeStatus,

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from common.clock import ManualClock
-from common.config.schema import RouterConfig
-from common.ids import RequestId
-from ops.launcher.worker import RouterProtocol, RouterServer
-from router.app import AppDependencies, create_app
-from router.http.metrics import RouterMetrics
-from router.http.shell import AsgiShell
+from kvferry.common.clock import ManualClock
+from kvferry.common.config.schema import RouterConfig
+from kvferry.common.ids import RequestId
+from kvferry.ops.launcher.worker import RouterProtocol, RouterServer
+from kvferry.router.app import AppDependencies, create_app
+from kvferry.router.http.metrics import RouterMetrics
+from kvferry.router.http.shell import AsgiShell
 from tests.support.fake_service import FakeTokenService
 
 

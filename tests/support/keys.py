@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from common.config.keys import Key, KeyRole, key_line
-from common.config.schema import SecurityConfig
-from common.transport.security import Security, load_security, new_pair
+from kvferry.common.config.keys import Key, KeyRole, key_line
+from kvferry.common.config.schema import SecurityConfig
+from kvferry.common.transport.security import Security, load_security, new_pair
 
 
 class KeyRing:

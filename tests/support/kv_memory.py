@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.ids import Incarnation, RequestId, TransferKey
-from common.kv_transfer.interface import KvEvent
-from common.protocol.messages import Piece
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.kv_transfer.interface import KvEvent
+from kvferry.common.protocol.messages import Piece
 
 
 class MemoryCache:

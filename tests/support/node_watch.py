@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from common.clock import MonotonicClock
-from common.config.protocol import Limits, Timers
-from common.protocol.messages import Load
-from common.state.links import LinkState
-from common.transport.context import TransportContext
-from common.transport.security import Security
-from router.service import RouterService, ServiceSettings
+from kvferry.common.clock import MonotonicClock
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.protocol.messages import Load
+from kvferry.common.state.links import LinkState
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.security import Security
+from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.eventually import PATIENCE_S
 from tests.support.serve import wait_until
 

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from common.device.base import KvTensorSpec, Ops
-from common.device.cpu import CpuDevice
-from common.device.graphs import Graphs
-from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
-from common.device.torch_ops import TorchOps
+from kvferry.common.device.base import KvTensorSpec, Ops
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.graphs import Graphs
+from kvferry.common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
+from kvferry.common.device.torch_ops import TorchOps
 
 
 class PagedDevice:
-    """Implements `common.device.base.Device`; what does not depend on the layout is the CPU's."""
+    """Implements `kvferry.common.device.base.Device`; what does not depend on the layout is the CPU's."""
 
     def __init__(self) -> None:
         cpu = CpuDevice(1)

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Callable
 
-from common.node.engine_thread import StepRunner
-from common.scheduling.step import StepPlan, StepResult
+from kvferry.common.node.engine_thread import StepRunner
+from kvferry.common.scheduling.step import StepPlan, StepResult
 from tests.support.eventually import PATIENCE_S
 
 HELD_TOO_LONG_S = 4 * PATIENCE_S

@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Iterable
 from typing import TypeVar
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, RequestId, TransferKey
-from common.kv.block_pool import BlockPool
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import (
     Beat,
     BeatEntry,
     Candidate,
@@ -25,19 +25,19 @@ from common.protocol.messages import (
     Status,
     Welcome,
 )
-from common.sampling_params import SamplingParams
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.step import StepPlan, StepResult
-from common.state.actions import Action, RunStep, Send, SendPiece, StopPieces
-from common.state.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
-from common.state.leg import Leg
-from common.state.links import LinkTable
-from common.state.node_core import NodeCore, NodeIdentity
-from common.state.piece_plan import KvShape
-from decode_node.core.leg import DecodeLeg
-from prefill_node.core.decode_links import DecodeLinks
-from prefill_node.core.leg import PrefillLeg
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.state.actions import Action, RunStep, Send, SendPiece, StopPieces
+from kvferry.common.state.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
+from kvferry.common.state.leg import Leg
+from kvferry.common.state.links import LinkTable
+from kvferry.common.state.node_core import NodeCore, NodeIdentity
+from kvferry.common.state.piece_plan import KvShape
+from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.prefill_node.core.decode_links import DecodeLinks
+from kvferry.prefill_node.core.leg import PrefillLeg
 
 ME, WORKER = Incarnation("1" * 32), Incarnation("4" * 32)
 DECODES = (Incarnation("2" * 32), Incarnation("3" * 32))

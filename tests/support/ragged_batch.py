@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata
+from kvferry.common.device.base import AttentionMetadata
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.config.host import HostFacts
-from common.config.protocol import Limits, Timers
-from common.config.resolve import resolve_node
-from common.config.schema import ClusterConfig, LogConfig, NodeConfig, SecurityConfig
-from common.device.cpu import CpuDevice
-from common.ids import new_incarnation
-from common.kv_transfer.interface import KvEvent
-from common.models.load import load_model
-from common.ranks.messages import RankSpec
-from common.ranks.runner import LeadRunner
-from common.ranks.team import RankTeam
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.resolve import resolve_node
+from kvferry.common.config.schema import ClusterConfig, LogConfig, NodeConfig, SecurityConfig
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.ids import new_incarnation
+from kvferry.common.kv_transfer.interface import KvEvent
+from kvferry.common.models.load import load_model
+from kvferry.common.ranks.messages import RankSpec
+from kvferry.common.ranks.runner import LeadRunner
+from kvferry.common.ranks.team import RankTeam
 from tests.support.engine_driver import EngineDriver
 
 LOG = logging.getLogger("tests.ranks")

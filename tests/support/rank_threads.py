@@ -9,16 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from common.device.base import Device
-from common.device.cpu import CpuDevice
-from common.engine.kv_cache import KvCache
-from common.engine.runner import ModelRunner
-from common.models.load import LoadedModel, load_model
-from common.parallel.collectives import GroupCollectives
-from common.parallel.group import join_store, meet, open_store
-from common.parallel.shard import Shard
-from common.ranks.runner import LeadRunner, SilentSampler
-from common.scheduling.step import StepPlan
+from kvferry.common.device.base import Device
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.runner import ModelRunner
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.common.parallel.collectives import GroupCollectives
+from kvferry.common.parallel.group import join_store, meet, open_store
+from kvferry.common.parallel.shard import Shard
+from kvferry.common.ranks.runner import LeadRunner, SilentSampler
+from kvferry.common.scheduling.step import StepPlan
 from tests.support.engine_driver import EngineDriver
 
 TIMEOUT = timedelta(seconds=60)

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from common.device.graphs import Graph, Graphs, Step
+from kvferry.common.device.graphs import Graph, Graphs, Step
 from tests.support.paged_device import PagedDevice
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 class ReplayedGraphs:
-    """Implements `common.device.graphs.Graphs`."""
+    """Implements `kvferry.common.device.graphs.Graphs`."""
 
     def __init__(self, most_tokens: int = 1 << 17) -> None:
         self.most_tokens = most_tokens
@@ -104,7 +104,7 @@ class _Recording(TorchDispatchMode):
 
 
 class _Replayed:
-    """Implements `common.device.graphs.Graph`."""
+    """Implements `kvferry.common.device.graphs.Graph`."""
 
     def __init__(self, recording: _Recording, replays: list[tuple[int, ...]]) -> None:
         self._recording = recording

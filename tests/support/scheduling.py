@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
 
-from common.kv.block_pool import BlockPool
-from common.kv.host_pool import HostPool
-from common.sampling_params import SamplingParams
-from common.scheduling.drawn import Drawn
-from common.scheduling.events import SchedulerEvent
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Mode, SequenceSpec
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Mode, SequenceSpec
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 
 VOCAB = 40
 

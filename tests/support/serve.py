@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from common.with_parent import with_parent
+from kvferry.common.with_parent import with_parent
 from tests.support.eventually import PATIENCE_S
 from tests.support.processes import suspended
 
@@ -44,7 +44,7 @@ class ServeOptions:
     workers: int = 2
     settings: Mapping[str, object] = field(default_factory=dict)
     """`--set` keys and values, over those of `arguments`."""
-    program: tuple[str, ...] = ("ops.cli.main",)
+    program: tuple[str, ...] = ("kvferry.ops.cli.main",)
     """The module that is run, and words before those of `arguments`."""
     unsplit: int = 0
 
@@ -246,7 +246,7 @@ def assert_port_is_free(port: int) -> None:
 
 
 def _name(command: list[str]) -> str:
-    if "ops.launcher.proxy_main" in command:
+    if "kvferry.ops.launcher.proxy_main" in command:
         return "proxy"
     if "gunicorn" in command:
         return "router"

@@ -2,14 +2,14 @@
 
 import asyncio
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, new_incarnation
-from common.model_info import Compatibility
-from common.protocol.messages import Beat, BeatEntry, ClientKind, Envelope, Hello, Message, Welcome
-from common.protocol.wire import decode, encode
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.options import SocketOptions
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.model_info import Compatibility
+from kvferry.common.protocol.messages import Beat, BeatEntry, ClientKind, Envelope, Hello, Message, Welcome
+from kvferry.common.protocol.wire import decode, encode
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.options import SocketOptions
 from tests.support.eventually import eventually
 
 NUMBER = 2**40

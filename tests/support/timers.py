@@ -4,7 +4,7 @@ A busy machine makes a node's silence as long as a death is. The tests of the co
 their own.
 """
 
-from common.config.protocol import Timers
+from kvferry.common.config.protocol import Timers
 
 PATIENT = Timers(
     suspect_s=20.0,

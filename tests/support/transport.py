@@ -11,10 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from common.errors import ConfigError
-from common.transport.context import TransportContext
-from common.transport.node_socket import NodeSocket
-from common.transport.security import Security
+from kvferry.common.errors import ConfigError
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.security import Security
 from tests.support.eventually import PATIENCE_S
 
 DEADLINE_S = PATIENCE_S

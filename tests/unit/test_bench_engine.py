@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.models.config import ModelConfig
-from common.models.hf_config import read_hf_config
-from ops.bench import engine
-from ops.bench.limits import MachineLimits, step_needs
-from ops.cli.main import main
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.hf_config import read_hf_config
+from kvferry.ops.bench import engine
+from kvferry.ops.bench.limits import MachineLimits, step_needs
+from kvferry.ops.cli.main import main
 from tests.support.tiny_llama import make_checkpoint
 
 

@@ -1,15 +1,15 @@
-"""`python -m ops.bench.interference`: its figures out of known times, for people and as a picture."""
+"""`python -m kvferry.ops.bench.interference`: its figures out of known times, for people and as a picture."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError, KvferryError
-from ops.bench.interference import Side, main, plot, table
-from ops.bench.serve.load import Load
-from ops.bench.serve.report import Frame, ServeReport, make_report
-from ops.bench.serve.request import Outcome
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops.bench.interference import Side, main, plot, table
+from kvferry.ops.bench.serve.load import Load
+from kvferry.ops.bench.serve.report import Frame, ServeReport, make_report
+from kvferry.ops.bench.serve.request import Outcome
 
 FRAME = Frame("http://x", "m", "infer", 1, cpu_s=0.5)
 LOAD = Load(2, 4, 3, 2, None, 1, 50)
@@ -64,4 +64,4 @@ def test_without_matplotlib_it_says_what_is_missing(tmp_path: Path, monkeypatch:
 def test_what_would_fail_in_the_end_fails_at_once(words, told, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "argv", ["interference", *words])
     assert main() == 2
-    assert capsys.readouterr().err == f"ops.bench.interference: error: {told}\n"
+    assert capsys.readouterr().err == f"kvferry.ops.bench.interference: error: {told}\n"

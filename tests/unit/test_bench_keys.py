@@ -1,8 +1,8 @@
-"""`python -m ops.bench.keys`: pieces really go through, with keys and without."""
+"""`python -m kvferry.ops.bench.keys`: pieces really go through, with keys and without."""
 
 from pathlib import Path
 
-from ops.bench.keys import make_security, measure
+from kvferry.ops.bench.keys import make_security, measure
 
 
 def test_both_ways_carry_pieces(tmp_path: Path) -> None:

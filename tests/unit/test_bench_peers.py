@@ -7,17 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.models.gguf_config import read_gguf_config
-from common.models.weights_gguf import GgufWeights
-from common.tokenizer.gguf_header import read_gguf_header
-from ops.bench import engine
-from ops.bench.peers.child import PACKAGES
-from ops.bench.peers.comparison import compare, comparison_table
-from ops.bench.peers.gguf_copy import copy_gguf
-from ops.bench.peers.run import installed, measure_peer
-from ops.bench.peers.spec import PeerTask
-from ops.bench.report import EngineReport, Machine, PeerReport, Rate
-from ops.cli.main import main
+from kvferry.common.models.gguf_config import read_gguf_config
+from kvferry.common.models.weights_gguf import GgufWeights
+from kvferry.common.tokenizer.gguf_header import read_gguf_header
+from kvferry.ops.bench import engine
+from kvferry.ops.bench.peers.child import PACKAGES
+from kvferry.ops.bench.peers.comparison import compare, comparison_table
+from kvferry.ops.bench.peers.gguf_copy import copy_gguf
+from kvferry.ops.bench.peers.run import installed, measure_peer
+from kvferry.ops.bench.peers.spec import PeerTask
+from kvferry.ops.bench.report import EngineReport, Machine, PeerReport, Rate
+from kvferry.ops.cli.main import main
 from tests.support.tiny_gguf import vocabulary, write_gguf
 from tests.support.tiny_llama import make_checkpoint
 

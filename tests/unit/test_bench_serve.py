@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from ops.bench.serve.load import Load, arrival_times, prompts
-from ops.bench.serve.report import Frame, first_gap, make_report, mean_gap, spread, token_gaps
-from ops.bench.serve.request import Outcome
-from ops.cli.main import main
+from kvferry.ops.bench.serve.load import Load, arrival_times, prompts
+from kvferry.ops.bench.serve.report import Frame, first_gap, make_report, mean_gap, spread, token_gaps
+from kvferry.ops.bench.serve.request import Outcome
+from kvferry.ops.cli.main import main
 from tests.support.openai_server import Peer, openai_server
 
 FRAME = Frame("http://x", "m", "infer", 1, cpu_s=0.5)

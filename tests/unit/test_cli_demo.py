@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ops import model_store
-from ops.cli.main import main
+from kvferry.ops import model_store
+from kvferry.ops.cli.main import main
 from tests.support.tiny_gguf import write_gguf
 
 
@@ -24,7 +24,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     write_gguf(tmp_path / "m.gguf")
     monkeypatch.setattr(model_store, "ensure_model", lambda: tmp_path / "m.gguf")
-    monkeypatch.setattr("ops.launcher.started.started_cluster", cluster)
+    monkeypatch.setattr("kvferry.ops.launcher.started.started_cluster", cluster)
     return events
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.device.select import probe_devices
-from ops.cli import findings
-from ops.cli.main import main
+from kvferry.common.device.select import probe_devices
+from kvferry.ops.cli import findings
+from kvferry.ops.cli.main import main
 
 
 def test_everything_is_looked_at(capsys):
@@ -107,4 +107,4 @@ def test_native_ops_that_are_not_built_are_told(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     finding = findings.native_ops()
     assert not finding.ok
-    assert "common.device.native.build" in finding.detail
+    assert "kvferry.common.device.native.build" in finding.detail

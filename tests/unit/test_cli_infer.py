@@ -10,13 +10,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from common.errors import KvferryError
-from common.tokenizer import SpecialTokens, Tokenizer
-from ops import model_store
-from ops.cli.chat import chat_prompt
-from ops.cli.infer import answer_lines, show_stream
-from ops.cli.main import main
-from ops.cli.token_client import TokenAnswer, TokenClient
+from kvferry.common.errors import KvferryError
+from kvferry.common.tokenizer import SpecialTokens, Tokenizer
+from kvferry.ops import model_store
+from kvferry.ops.cli.chat import chat_prompt
+from kvferry.ops.cli.infer import answer_lines, show_stream
+from kvferry.ops.cli.main import main
+from kvferry.ops.cli.token_client import TokenAnswer, TokenClient
 from tests.support.tiny_gguf import write_gguf
 
 END = {
@@ -217,7 +217,7 @@ def test_text_for_the_small_model_says_how_to_get_its_tokenizer(router: Router, 
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     for url in (router.url, "http://127.0.0.1:1"):
         assert main(["infer", "--url", url, "--model", model_store.MODEL_NAME, "--text", "hi"]) == 2
-        assert "`make model`, or python -m ops.model_store, fetches that model" in capsys.readouterr().err
+        assert "`make model`, or python -m kvferry.ops.model_store, fetches that model" in capsys.readouterr().err
 
 
 def test_text_for_a_model_that_the_server_does_not_know_says_that(router: Router, capsys, tmp_path, monkeypatch):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config.keys import ROLES, AllowedKeys, read_secret
-from common.config.schema import SecurityConfig
-from common.transport.security import load_security
-from ops.cli.main import main
+from kvferry.common.config.keys import ROLES, AllowedKeys, read_secret
+from kvferry.common.config.schema import SecurityConfig
+from kvferry.common.transport.security import load_security
+from kvferry.ops.cli.main import main
 
 
 def test_new_keys_work_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

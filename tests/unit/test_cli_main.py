@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import load_config
-from common.errors import (
+from kvferry.common.config.load import load_config
+from kvferry.common.errors import (
     ConfigError,
     DeviceUnavailableError,
     KvferryError,
@@ -15,8 +15,8 @@ from common.errors import (
     RequestInvalidError,
     UnavailableError,
 )
-from ops.cli.errors import report
-from ops.cli.main import build_parser, main
+from kvferry.ops.cli.errors import report
+from kvferry.ops.cli.main import build_parser, main
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -102,7 +102,7 @@ def test_a_path_that_is_not_there_is_wrong_use(capsys, tmp_path: Path, monkeypat
 
 def test_what_is_no_model_is_told_before_anything_is_started(capsys, tmp_path: Path, monkeypatch):
     started: list[object] = []
-    monkeypatch.setattr("ops.launcher.serve.serve", started.append)
+    monkeypatch.setattr("kvferry.ops.launcher.serve.serve", started.append)
     code, out, err = run(capsys, "serve", "--model", str(tmp_path))
     assert (code, out, started) == (2, "", [])
     assert err == f"kvferry serve: error: config.json is missing in {tmp_path}\n"
@@ -184,7 +184,7 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_a_reader_that_leaves_is_no_error():
-    command = [sys.executable, "-m", "ops.cli.main", "serve", "--print-config"]
+    command = [sys.executable, "-m", "kvferry.ops.cli.main", "serve", "--print-config"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from common.errors import ConfigError, RequestInvalidError
-from ops.cli.sampling import _OPTIONS, Parameters, add_sampling_options, new_tokens, sampling_parameters
-from router.http.parameters import SEED_MAX, read_parameters
+from kvferry.common.errors import ConfigError, RequestInvalidError
+from kvferry.ops.cli.sampling import _OPTIONS, Parameters, add_sampling_options, new_tokens, sampling_parameters
+from kvferry.router.http.parameters import SEED_MAX, read_parameters
 
 VALUES = ("-1", "0", "1", "2", "5", "6", "3600", "3601", "2147483647", "2147483648", f"{SEED_MAX}", f"{SEED_MAX + 1}")
 NUMBERS = ("0.5", "1e-06", "1e-05", "1.5", "nan", "inf", "-0.5")

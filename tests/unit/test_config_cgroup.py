@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.cgroup import cgroup_free_bytes
+from kvferry.common.config.cgroup import cgroup_free_bytes
 
 
 def write(root: Path, group: str, **files: str) -> None:

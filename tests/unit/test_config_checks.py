@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config.checks import config_notes, host_notes, model_name
-from common.config.endpoints import endpoint_of_rank, parse_endpoint
-from common.config.host import HostFacts, probe_host, quota_cores
-from common.config.load import load_config, parse_override
-from common.config.resolve import default_kv_cache_bytes, resolve_node
-from common.config.schema import ClusterConfig
-from common.errors import ConfigError
+from kvferry.common.config.checks import config_notes, host_notes, model_name
+from kvferry.common.config.endpoints import endpoint_of_rank, parse_endpoint
+from kvferry.common.config.host import HostFacts, probe_host, quota_cores
+from kvferry.common.config.load import load_config, parse_override
+from kvferry.common.config.resolve import default_kv_cache_bytes, resolve_node
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.errors import ConfigError
 
 KEY = "0a" * 32
 HOST = HostFacts(cores=8, free_memory_bytes=40 << 30)

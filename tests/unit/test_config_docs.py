@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config.docs import config_as_toml, section_keys, section_text
-from common.config.load import load_config, parse_override
-from common.config.schema import section_types
-from common.config.toml import toml_value
-from ops.docs_config import TARGET, configuration_page, main
+from kvferry.common.config.docs import config_as_toml, section_keys, section_text
+from kvferry.common.config.load import load_config, parse_override
+from kvferry.common.config.schema import section_types
+from kvferry.common.config.toml import toml_value
+from kvferry.ops.docs_config import TARGET, configuration_page, main
 
 ALL_KEYS = [key for name, section in section_types().items() for key in section_keys(name, section)]
 
@@ -27,7 +27,7 @@ def test_every_section_has_a_text():
 
 
 def test_the_page_is_up_to_date():
-    assert TARGET.read_text(encoding="utf-8") == configuration_page(), "run python -m ops.docs_config"
+    assert TARGET.read_text(encoding="utf-8") == configuration_page(), "run python -m kvferry.ops.docs_config"
     assert main(["--check"]) == 0
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.keys import AllowedKeys, Key, key_line, read_secret
-from common.errors import ConfigError
+from kvferry.common.config.keys import AllowedKeys, Key, key_line, read_secret
+from kvferry.common.errors import ConfigError
 
 ONE, TWO = Key("node", "1a" * 32), Key("router", "2b" * 32)
 

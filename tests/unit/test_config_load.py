@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.load import Override, load_config, parse_override
-from common.errors import ConfigError
+from kvferry.common.config.load import Override, load_config, parse_override
+from kvferry.common.errors import ConfigError
 
 
 def load_set(*texts: str):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from common.config.protocol import Timers
-from common.errors import InvariantError
-from common.ids import Incarnation, RequestId
-from common.protocol.messages import Beat, BeatEntry
-from common.state.clients import FORGOTTEN_KEPT, ClientTable
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.protocol.messages import Beat, BeatEntry
+from kvferry.common.state.clients import FORGOTTEN_KEPT, ClientTable
 
 WORKER, PREFILL = Incarnation("1" * 32), Incarnation("2" * 32)
 REQUEST = RequestId("a" * 32)

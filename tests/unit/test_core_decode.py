@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, RequestId, TransferKey
-from common.kv.block_pool import BlockPool
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.protocol.messages import (
     Abort,
     Beat,
     BeatEntry,
@@ -21,13 +21,13 @@ from common.protocol.messages import (
     Reserve,
     Tokens,
 )
-from common.sampling_params import SamplingParams
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.state.actions import ExpectPieces, ForgetPieces, Send
-from common.state.clients import ClientTable
-from common.state.events import PieceArrived, PieceBad
-from decode_node.core.leg import DecodeLeg
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.state.actions import ExpectPieces, ForgetPieces, Send
+from kvferry.common.state.clients import ClientTable
+from kvferry.common.state.events import PieceArrived, PieceBad
+from kvferry.decode_node.core.leg import DecodeLeg
 
 ME, PREFILL, WORKER = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 REQUEST = RequestId("a" * 32)

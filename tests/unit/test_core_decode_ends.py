@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError
-from common.ids import RequestId
-from common.kv.host_pool import HostPool
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import RequestId
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.protocol.messages import (
     Abort,
     Beat,
     Cancel,
@@ -22,14 +22,14 @@ from common.protocol.messages import (
     Status,
     Tokens,
 )
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Status as SequenceStatus
-from common.scheduling.step import StepResult
-from common.state.actions import ForgetPieces
-from common.state.events import PieceArrived, Tick
-from common.state.handover_receive import ReceiveState
-from decode_node.core.leg import DecodeLeg
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Status as SequenceStatus
+from kvferry.common.scheduling.step import StepResult
+from kvferry.common.state.actions import ForgetPieces
+from kvferry.common.state.events import PieceArrived, Tick
+from kvferry.common.state.handover_receive import ReceiveState
+from kvferry.decode_node.core.leg import DecodeLeg
 from tests.unit.test_core_decode import LAYERS, REQUEST, WORKER, Bench, said
 
 OTHERS = tuple(RequestId(f"{number:032x}") for number in range(9))

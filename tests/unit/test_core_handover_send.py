@@ -3,14 +3,14 @@
 from array import array
 from dataclasses import dataclass, field
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation, RequestId, TransferKey
-from common.protocol.messages import Abort, Candidate, Commit, Committed, Reserve
-from common.sampling_params import SamplingParams
-from common.state.actions import Action, Send, SendPiece, StopPieces
-from common.state.handover_send import HandoverSender, NextToken
-from common.state.handover_send_table import SendState
-from common.state.piece_plan import KvShape
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.protocol.messages import Abort, Candidate, Commit, Committed, Reserve
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import Action, Send, SendPiece, StopPieces
+from kvferry.common.state.handover_send import HandoverSender, NextToken
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.common.state.piece_plan import KvShape
 
 ME, FIRST, SECOND = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 TOKEN = NextToken(token_id=5, index=0, num_tokens=6, cached_tokens=0)

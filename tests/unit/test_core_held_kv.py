@@ -8,9 +8,9 @@ from array import array
 
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.ids import Incarnation
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import (
     Beat,
     Cancel,
     Commit,
@@ -24,12 +24,12 @@ from common.protocol.messages import (
     Status,
     Welcome,
 )
-from common.sampling_params import SamplingParams
-from common.state.actions import Send
-from common.state.events import LinkClosed, ProbeAnswered, Received, Tick
-from router.api import GenerateRequest
-from router.core.core import RouterCore
-from router.core.table import RequestState
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import Send
+from kvferry.common.state.events import LinkClosed, ProbeAnswered, Received, Tick
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.table import RequestState
 from tests.support.prefill_bench import COMPATIBILITY, DECODES, ME, MODEL, WORKER, PrefillBench, request, said
 
 OTHER = Incarnation("7" * 32)

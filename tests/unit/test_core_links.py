@@ -2,12 +2,12 @@
 
 import pytest
 
-from common.config.protocol import Timers
-from common.ids import Incarnation
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import Hello, Status, Welcome
-from common.state.actions import BindPeer, CloseLink, OpenLink, SendHello
-from common.state.links import MOST_LINKS, LinkState, LinkTable
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import Incarnation
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import Hello, Status, Welcome
+from kvferry.common.state.actions import BindPeer, CloseLink, OpenLink, SendHello
+from kvferry.common.state.links import MOST_LINKS, LinkState, LinkTable
 
 HERE = "tcp://node:1"
 OLD, NEW = Incarnation("1" * 32), Incarnation("2" * 32)

@@ -2,13 +2,13 @@
 
 import pytest
 
-from common.config.protocol import Timers
-from common.errors import InvariantError
-from common.ids import Incarnation
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import Hello, HelloRefused, Status, Welcome
-from common.state.actions import CloseLink, OpenLink, Probe, ResetLink, SendHello
-from common.state.links import FORGET_AFTER_S, LinkState, LinkTable
+from kvferry.common.config.protocol import Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import Hello, HelloRefused, Status, Welcome
+from kvferry.common.state.actions import CloseLink, OpenLink, Probe, ResetLink, SendHello
+from kvferry.common.state.links import FORGET_AFTER_S, LinkState, LinkTable
 
 HERE, THERE = "tcp://node:1", "tcp://node:2"
 LIFE, NEXT_LIFE = Incarnation("1" * 32), Incarnation("2" * 32)

@@ -5,17 +5,17 @@ from collections.abc import Collection
 
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError, OverloadedError, UnavailableError
-from common.ids import Incarnation, RequestId
-from common.protocol.messages import Beat, Job, Status
-from common.sampling_params import SamplingParams
-from common.state.events import LinkClosed, Tick
-from router.api import GenerateRequest
-from router.core.effects import Finish
-from router.core.planner import Planner
-from router.core.request import Request
-from router.core.table import RequestState
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError, OverloadedError, UnavailableError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.protocol.messages import Beat, Job, Status
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.events import LinkClosed, Tick
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.effects import Finish
+from kvferry.router.core.planner import Planner
+from kvferry.router.core.request import Request
+from kvferry.router.core.table import RequestState
 from tests.unit.test_core_router import DECODE, PREFILL, REQUEST, Bench, ends, said
 
 NODES = ((PREFILL, "prefill"), (DECODE, "decode"))

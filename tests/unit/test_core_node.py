@@ -2,11 +2,11 @@
 
 import pytest
 
-from common.config.protocol import Timers
-from common.ids import Incarnation, RequestId, TransferKey
-from common.kv.block_pool import BlockPool
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Beat,
@@ -19,11 +19,11 @@ from common.protocol.messages import (
     Reserve,
     Welcome,
 )
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.state.actions import ExitProcess, Send
-from common.state.events import DrainRequested, Received, Tick
-from common.state.node_core import NodeCore, NodeIdentity
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.state.actions import ExitProcess, Send
+from kvferry.common.state.events import DrainRequested, Received, Tick
+from kvferry.common.state.node_core import NodeCore, NodeIdentity
 
 OTHER = Incarnation("3" * 32)
 ME, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)

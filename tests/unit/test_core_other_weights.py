@@ -5,17 +5,17 @@ from array import array
 
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.errors import UnavailableError
-from common.ids import Incarnation, RequestId
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import Envelope, FirstToken, Job, OtherLife, Status, Welcome
-from common.sampling_params import SamplingParams
-from common.state.actions import Send
-from common.state.events import Received, Tick
-from router.api import GenerateRequest
-from router.core.core import RouterCore
-from router.core.effects import Effect, Finish
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import UnavailableError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import Envelope, FirstToken, Job, OtherLife, Status, Welcome
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import Send
+from kvferry.common.state.events import Received, Tick
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.effects import Effect, Finish
 
 ME = Incarnation("f" * 32)
 REQUEST = RequestId("a" * 32)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.protocol.messages import Abort, Commit, HandoverFailed, Reserve
-from common.state.events import LayersDone
-from prefill_node.core.pauses import Pauses
+from kvferry.common.protocol.messages import Abort, Commit, HandoverFailed, Reserve
+from kvferry.common.state.events import LayersDone
+from kvferry.prefill_node.core.pauses import Pauses
 from tests.support.prefill_bench import DECODES, PrefillBench, request, said
 
 LONG, WORSE, BETTER = 100, 1, 2

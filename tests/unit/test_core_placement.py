@@ -2,9 +2,9 @@
 
 import msgspec
 
-from common.ids import Incarnation
-from common.model_info import Compatibility
-from router.policy.placement import MAX_CANDIDATES, DecodeView, PrefillView, choose
+from kvferry.common.ids import Incarnation
+from kvferry.common.model_info import Compatibility
+from kvferry.router.policy.placement import MAX_CANDIDATES, DecodeView, PrefillView, choose
 
 P1, P2 = Incarnation("1" * 32), Incarnation("2" * 32)
 D1, D2, D3, D4 = (Incarnation(digit * 32) for digit in "6789")

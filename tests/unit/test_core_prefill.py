@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from common.config.protocol import Limits
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import (
     Abort,
     Beat,
     Cancel,
@@ -24,10 +24,17 @@ from common.protocol.messages import (
     Reserve,
     Revoke,
 )
-from common.state.actions import CloseKv, OpenKv, Send, SendHello, SendPiece, StopPieces
-from common.state.events import DrainRequested, KvSendFailed, LayersDone, LinkClosed, LinkConnected, ProbeAnswered
-from common.state.handover_send_table import SendState
-from prefill_node.core.job import JobState
+from kvferry.common.state.actions import CloseKv, OpenKv, Send, SendHello, SendPiece, StopPieces
+from kvferry.common.state.events import (
+    DrainRequested,
+    KvSendFailed,
+    LayersDone,
+    LinkClosed,
+    LinkConnected,
+    ProbeAnswered,
+)
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.prefill_node.core.job import JobState
 from tests.support.prefill_bench import COMPATIBILITY, DECODES, WORKER, PrefillBench, request, said
 
 

@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from common.config.protocol import Limits
-from common.errors import InvariantError
-from common.ids import Incarnation, TransferKey
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.protocol.messages import (
     Abort,
     Beat,
     BeatEntry,
@@ -27,10 +27,10 @@ from common.protocol.messages import (
     Revoke,
     Status,
 )
-from common.sampling_params import SamplingParams
-from common.scheduling.step import StepResult
-from common.state.actions import ExitProcess, SendPiece, StopPieces
-from common.state.events import (
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import StepResult
+from kvferry.common.state.actions import ExitProcess, SendPiece, StopPieces
+from kvferry.common.state.events import (
     DrainRequested,
     EngineFailed,
     KvSendFailed,
@@ -44,10 +44,10 @@ from common.state.events import (
     StepGoesOn,
     Tick,
 )
-from common.state.handover_send_table import SendState
-from common.state.node_core import NodeCore
-from decode_node.core.leg import DecodeLeg
-from prefill_node.core.job import JobState
+from kvferry.common.state.handover_send_table import SendState
+from kvferry.common.state.node_core import NodeCore
+from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.prefill_node.core.job import JobState
 from tests.support.prefill_bench import COMPATIBILITY, DECODES, LAYERS, ME, WORKER, PrefillBench, request, said
 from tests.unit.test_core_handover_send import TOKEN, make_sender, messages
 

@@ -4,15 +4,15 @@ from array import array
 
 import pytest
 
-from common.config.protocol import Limits
-from common.ids import Incarnation, RequestId
-from common.protocol.messages import Gone, HandedOver, HandoverFailed, Job, Status
-from common.sampling_params import SamplingParams
-from common.state.actions import Send
-from common.state.events import Tick
-from router.api import GenerateRequest
-from router.core.effects import Finish
-from router.core.table import RequestState
+from kvferry.common.config.protocol import Limits
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.protocol.messages import Gone, HandedOver, HandoverFailed, Job, Status
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import Send
+from kvferry.common.state.events import Tick
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.effects import Finish
+from kvferry.router.core.table import RequestState
 from tests.unit.test_core_router import DECODE, PREFILL, Bench
 
 BOUND = 20

@@ -1,11 +1,11 @@
 """What was granted can be taken back while it is not committed: rule 28, at decode node, prefill node and worker."""
 
-from common.config.protocol import Timers
-from common.ids import RequestId
-from common.protocol.messages import CommitRefused, Granted, HandoverFailed, Queued, Reserve, Revoke
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.state.actions import ForgetPieces
-from router.core.table import RequestState
+from kvferry.common.config.protocol import Timers
+from kvferry.common.ids import RequestId
+from kvferry.common.protocol.messages import CommitRefused, Granted, HandoverFailed, Queued, Reserve, Revoke
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.state.actions import ForgetPieces
+from kvferry.router.core.table import RequestState
 from tests.support.prefill_bench import DECODES, PrefillBench
 from tests.unit.test_core_decode import REQUEST, Bench, said
 from tests.unit.test_core_decode_ends import OTHERS, make_bench, run, spoken, step

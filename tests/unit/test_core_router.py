@@ -5,11 +5,11 @@ from array import array
 
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.errors import UnavailableError
-from common.ids import Incarnation, RequestId
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import UnavailableError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import (
     Beat,
     Cancel,
     Envelope,
@@ -23,12 +23,12 @@ from common.protocol.messages import (
     TokensEntry,
     Welcome,
 )
-from common.sampling_params import SamplingParams
-from common.state.actions import Send
-from common.state.events import Received, Tick
-from router.api import GenerateRequest
-from router.core.core import RouterCore
-from router.core.effects import Deliver, Finish
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import Send
+from kvferry.common.state.events import Received, Tick
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.effects import Deliver, Finish
 
 ME, PREFILL, DECODE = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 REQUEST = RequestId("a" * 32)

@@ -6,10 +6,10 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from common.config.protocol import Limits, Timers
-from common.errors import GenerationError, InvariantError, KvferryError, OverloadedError, UnavailableError
-from common.ids import Incarnation, RequestId
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import GenerationError, InvariantError, KvferryError, OverloadedError, UnavailableError
+from kvferry.common.ids import Incarnation, RequestId
+from kvferry.common.protocol.messages import (
     Announce,
     Beat,
     Cancel,
@@ -26,12 +26,12 @@ from common.protocol.messages import (
     TokensEntry,
     Welcome,
 )
-from common.sampling_params import SamplingParams
-from common.state.actions import SendHello
-from common.state.events import Announced, DrainRequested, LinkClosed, LinkConnected, ProbeAnswered, Tick
-from router.api import GenerateRequest
-from router.core.core import RouterCore
-from router.core.table import RequestState
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.actions import SendHello
+from kvferry.common.state.events import Announced, DrainRequested, LinkClosed, LinkConnected, ProbeAnswered, Tick
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.core import RouterCore
+from kvferry.router.core.table import RequestState
 from tests.unit.test_core_router import DECODE, PREFILL, REQUEST, Bench, delivered, ends, said
 
 STRANGER = Incarnation("9" * 32)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.errors import InvariantError
-from common.ids import Incarnation, RequestId, TransferKey
-from common.protocol.messages import Abort, Cancel, Granted, Revoke
-from common.state.actions import CloseSession, ExpectPieces, Send
-from common.state.events import SessionClosed
-from common.state.staging_slots import StagingSlots
-from decode_node.core.leg import DecodeLeg
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.protocol.messages import Abort, Cancel, Granted, Revoke
+from kvferry.common.state.actions import CloseSession, ExpectPieces, Send
+from kvferry.common.state.events import SessionClosed
+from kvferry.common.state.staging_slots import StagingSlots
+from kvferry.decode_node.core.leg import DecodeLeg
 from tests.unit.test_core_decode import ME, PREFILL, REQUEST, Bench, said
 
 TIMERS = Timers()

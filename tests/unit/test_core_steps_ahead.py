@@ -1,7 +1,7 @@
 """A node whose next step is planned while one is computed: what is told, how old a step is, when an engine is stuck."""
 
-from common.protocol.messages import Tokens
-from common.state.actions import Action, ExitProcess, RunStep
+from kvferry.common.protocol.messages import Tokens
+from kvferry.common.state.actions import Action, ExitProcess, RunStep
 from tests.support.prefill_bench import PrefillBench, said
 
 

@@ -4,8 +4,8 @@ from enum import Enum, auto
 
 import pytest
 
-from common.errors import InvariantError
-from common.state.table import STORY_LENGTH, Machine, Table
+from kvferry.common.errors import InvariantError
+from kvferry.common.state.table import STORY_LENGTH, Machine, Table
 
 
 class Light(Enum):

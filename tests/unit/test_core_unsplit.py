@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.ids import PlanKey
-from common.protocol.messages import (
+from kvferry.common.ids import PlanKey
+from kvferry.common.protocol.messages import (
     Cancel,
     FirstToken,
     Gone,
@@ -12,11 +12,11 @@ from common.protocol.messages import (
     Reserve,
     Tokens,
 )
-from common.scheduling.sequence import Status
-from common.state.actions import ExitProcess, OpenLink, RunStep, SendPiece
-from common.state.events import DrainRequested
-from common.state.handover_receive import ReceiveState
-from prefill_node.core.job import JobState
+from kvferry.common.scheduling.sequence import Status
+from kvferry.common.state.actions import ExitProcess, OpenLink, RunStep, SendPiece
+from kvferry.common.state.events import DrainRequested
+from kvferry.common.state.handover_receive import ReceiveState
+from kvferry.prefill_node.core.job import JobState
 from tests.support.prefill_bench import DECODES, ME, WORKER, PrefillBench, request, said
 
 KEY = PlanKey(request(1), 1)

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 from msgspec.structs import replace
 
-from common.kv import block_pool
-from common.kv.block_pool import BlockPool
-from common.protocol.messages import Abort, Cancel, Granted, Queued, Refused
-from common.scheduling.admission import Admission
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.step import StepResult
+from kvferry.common.kv import block_pool
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.protocol.messages import Abort, Cancel, Granted, Queued, Refused
+from kvferry.common.scheduling.admission import Admission
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.step import StepResult
 from tests.unit.test_core_decode import REQUEST, Bench, said
 from tests.unit.test_core_decode_ends import OTHERS, make_bench, run, step
 

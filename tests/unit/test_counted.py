@@ -1,7 +1,7 @@
 """Numbers of things, as people say them."""
 
-from ops.bench.report import EngineReport, Machine, table
-from ops.counted import counted
+from kvferry.ops.bench.report import EngineReport, Machine, table
+from kvferry.ops.counted import counted
 
 
 def test_one_is_no_plural():

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.device import cuda
-from common.device.graphs import AcceleratorGraphs
+from kvferry.common.device import cuda
+from kvferry.common.device.graphs import AcceleratorGraphs
 
 
 class Stream:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, KvTensorSpec
-from common.device.cpu import CpuDevice
-from common.device.cpu_ops import CpuOps
-from common.device.native.ops import NativeOps
-from common.models.load import load_model
+from kvferry.common.device.base import AttentionMetadata, KvTensorSpec
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.device.native.ops import NativeOps
+from kvferry.common.models.load import load_model
 from tests.support.cpu_ops import cpu_with, ops_named
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_families import make_family_checkpoint

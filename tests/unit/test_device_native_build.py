@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.device.cpu_ops import CpuOps
-from common.device.native import build as building
-from common.device.native.ops import NativeOps
-from common.device.native.select import VARIABLE, cpu_ops, probe_native
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.device.native import build as building
+from kvferry.common.device.native.ops import NativeOps
+from kvferry.common.device.native.select import VARIABLE, cpu_ops, probe_native
+from kvferry.common.errors import DeviceUnavailableError
 from tests.support.cpu_ops import ops_named
 
 

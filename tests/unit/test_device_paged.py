@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from common.device.accelerator import CacheRules
-from common.device.base import KvTensorSpec
-from common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
-from common.errors import ConfigError
+from kvferry.common.device.accelerator import CacheRules
+from kvferry.common.device.base import KvTensorSpec
+from kvferry.common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
+from kvferry.common.errors import ConfigError
 
 CPU = torch.device("cpu")
 RULES = CacheRules(alignment=512, block_size_multiple=128, block_size_max=512)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.base import Linear
-from common.device.quantize import INT4_GROUP, WeightScheme, bits_per_weight, quantize
+from kvferry.common.device.base import Linear
+from kvferry.common.device.quantize import INT4_GROUP, WeightScheme, bits_per_weight, quantize
 from tests.support.cpu_ops import ops_named
 
 SCHEMES: list[WeightScheme] = ["int8", "int4", "int8_dynamic"]

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from common.device.npu_ops import NpuFeatures, npu_features
-from common.device.select import probe_devices, select_device
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.npu_ops import NpuFeatures, npu_features
+from kvferry.common.device.select import probe_devices, select_device
+from kvferry.common.errors import DeviceUnavailableError
 
 without_torch_npu = pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is here")
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -54,7 +54,13 @@ def test_a_named_cpu_is_the_cpu():
 
 
 @pytest.mark.parametrize(
-    "module", ["common.device.select", "common.models.load", "common.node.process", "ops.cli.main"]
+    "module",
+    [
+        "kvferry.common.device.select",
+        "kvferry.common.models.load",
+        "kvferry.common.node.process",
+        "kvferry.ops.cli.main",
+    ],
 )
 def test_autoload_is_off_before_torch_is_imported(module):
     """With torch-npu installed and no CANN, `import torch` would fail otherwise."""

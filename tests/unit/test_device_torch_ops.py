@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from common.device.torch_ops import TorchOps
+from kvferry.common.device.torch_ops import TorchOps
 from tests.npu.reference_kernels import dense_attention
 from tests.support.ragged_batch import make_ragged_batch
 

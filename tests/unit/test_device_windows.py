@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device import cpu_attention
-from common.device.base import AttentionMetadata, Device, KvTensorSpec
-from common.device.cpu import CpuDevice
+from kvferry.common.device import cpu_attention
+from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
+from kvferry.common.device.cpu import CpuDevice
 from tests.support.cpu_ops import OP_SETS, cpu_with
 from tests.support.paged_device import PagedDevice
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from common.device.quantize import WeightScheme
-from common.engine.batch import make_batch
-from common.engine.decode_graphs import DecodeGraphs, GraphSize, graph_sizes, num_scratch_blocks
-from common.engine.kv_cache import KvCache
-from common.engine.staging import Staging
-from common.models.load import LoadedModel, load_model
-from common.sampling_params import SamplingParams
-from common.scheduling.step import ScheduledSequence
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.engine.batch import make_batch
+from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize, graph_sizes, num_scratch_blocks
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.staging import Staging
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import ScheduledSequence
 from tests.support.engine_driver import EngineDriver, Sequence
 from tests.support.paged_device import PagedDevice
 from tests.support.replayed_graphs import ReplayedGraphs

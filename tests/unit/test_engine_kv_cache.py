@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.device.base import KvTensorSpec
-from common.device.cpu import CpuDevice
-from common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
-from common.models.load import LoadedModel, load_model
+from kvferry.common.device.base import KvTensorSpec
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
+from kvferry.common.models.load import LoadedModel, load_model
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import make_checkpoint, random_prompt
 

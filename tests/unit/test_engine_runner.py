@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.device.cpu import CpuDevice
-from common.models.load import LoadedModel, load_model
-from common.sampling_params import SamplingParams
-from common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
 from tests.support.engine_driver import EngineDriver, Sequence
 from tests.support.tiny_llama import make_checkpoint, random_prompt
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.device.cpu import CpuDevice
-from common.engine.batch import make_batch
-from common.engine.sampler import Sampler
-from common.engine.staging import HostInputs, Landing, Staging, StepInputs, StepShape
-from common.sampling_params import SamplingParams
-from common.scheduling.step import NewSequence, ScheduledSequence
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.engine.batch import make_batch
+from kvferry.common.engine.sampler import Sampler
+from kvferry.common.engine.staging import HostInputs, Landing, Staging, StepInputs, StepShape
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.step import NewSequence, ScheduledSequence
 
 SHAPES = [StepShape(1, 1, 1), StepShape(7, 3, 5), StepShape(513, 2, 40), StepShape(3, 3, 1)]
 

@@ -6,24 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.device.base import Device, KvTensorSpec
-from common.device.cpu import CpuDevice
-from common.device.graphs import Graphs
-from common.engine.decode_graphs import DecodeGraphs, GraphSize
-from common.engine.host_cache import HostCache, runs
-from common.engine.kv_cache import KvCache
-from common.engine.runner import ModelRunner
-from common.engine.sampler import Sampler
-from common.errors import InvariantError
-from common.kv.block_pool import BlockPool
-from common.kv.host_pool import HostPool
-from common.models.load import LoadedModel, load_model
-from common.sampling_params import SamplingParams
-from common.scheduling.events import Sampled
-from common.scheduling.scheduler import Scheduler
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import SequenceSpec
-from common.scheduling.step import BlockCopies, StepPlan
+from kvferry.common.device.base import Device, KvTensorSpec
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.graphs import Graphs
+from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize
+from kvferry.common.engine.host_cache import HostCache, runs
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.engine.runner import ModelRunner
+from kvferry.common.engine.sampler import Sampler
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.scheduling.events import Sampled
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.common.scheduling.step import BlockCopies, StepPlan
 from tests.support.engine_driver import EngineDriver
 from tests.support.paged_device import PagedDevice
 from tests.support.replayed_graphs import ReplayedGraphs

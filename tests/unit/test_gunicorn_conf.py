@@ -11,7 +11,7 @@ import os, signal, sys
 from types import SimpleNamespace
 number = int(sys.argv[1])
 signal.signal(number, lambda *_: None)  # as the arbiter: noted, and acted upon later
-from ops.gunicorn_conf import on_starting
+from kvferry.ops.gunicorn_conf import on_starting
 on_starting(SimpleNamespace(manage_workers=None, reap_workers=None))
 pid = os.fork()
 if pid == 0:

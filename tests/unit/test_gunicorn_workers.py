@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from ops.launcher.cluster import CONFIG_ENV
+from kvferry.ops.launcher.cluster import CONFIG_ENV
 from tests.support.gated_app import DIRECTORY
 from tests.support.processes import num_listening, peers
 from tests.support.serve import wait_until
@@ -34,7 +34,14 @@ class Gunicorn:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             self.port: int = listener.getsockname()[1]
-            command = ("-m", "gunicorn", "-c", "python:ops.gunicorn_conf", "--bind", f"fd://{listener.fileno()}")
+            command = (
+                "-m",
+                "gunicorn",
+                "-c",
+                "python:kvferry.ops.gunicorn_conf",
+                "--bind",
+                f"fd://{listener.fileno()}",
+            )
             self.process = subprocess.Popen(
                 (sys.executable, *command, "--workers", str(workers), "tests.support.gated_app:app"),
                 env={**os.environ, CONFIG_ENV: str(config), DIRECTORY: str(directory)},

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from common.config.schema import RouterConfig
-from common.errors import InvariantError
-from common.ids import RequestId
-from router.http.document import read_document
-from router.http.errors import BodyTooLargeError, ClientGoneError
-from router.http.exchange import Exchange
+from kvferry.common.config.schema import RouterConfig
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import RequestId
+from kvferry.router.http.document import read_document
+from kvferry.router.http.errors import BodyTooLargeError, ClientGoneError
+from kvferry.router.http.exchange import Exchange
 from tests.support.fake_service import Script
 from tests.support.http_app import HttpApp, connect, serve
 from tests.support.infer_cases import base, encode

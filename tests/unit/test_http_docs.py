@@ -10,18 +10,18 @@ import pytest
 from falcon import testing
 from prometheus_client import CollectorRegistry
 
-from common.config.docs import section_keys
-from common.config.schema import section_types
-from common.errors import RequestInvalidError
-from router.api import EndEvent, TokensEvent, Usage
-from router.http import errors
-from router.http.checks import DEFAULT_PRIORITY, DEFAULT_TIMEOUT_S
-from router.http.metrics import RouterMetrics
-from router.http.parameters import Parameters, read_parameters
-from router.http.routes import routes
-from router.http.schemas import infer_answer
-from router.http.skeleton import _Parameters, decode_skeleton
-from router.http.sse import end_event, tokens_event
+from kvferry.common.config.docs import section_keys
+from kvferry.common.config.schema import section_types
+from kvferry.common.errors import RequestInvalidError
+from kvferry.router.api import EndEvent, TokensEvent, Usage
+from kvferry.router.http import errors
+from kvferry.router.http.checks import DEFAULT_PRIORITY, DEFAULT_TIMEOUT_S
+from kvferry.router.http.metrics import RouterMetrics
+from kvferry.router.http.parameters import Parameters, read_parameters
+from kvferry.router.http.routes import routes
+from kvferry.router.http.schemas import infer_answer
+from kvferry.router.http.skeleton import _Parameters, decode_skeleton
+from kvferry.router.http.sse import end_event, tokens_event
 from tests.support.fake_service import MODEL
 from tests.support.http_app import HttpApp
 

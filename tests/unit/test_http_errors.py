@@ -5,7 +5,7 @@ import json
 import pytest
 from falcon import testing
 
-from common.errors import (
+from kvferry.common.errors import (
     GenerationError,
     InvariantError,
     KvferryError,
@@ -15,8 +15,8 @@ from common.errors import (
     RequestInvalidError,
     UnavailableError,
 )
-from router.api import EndEvent, Usage
-from router.http.errors import (
+from kvferry.router.api import EndEvent, Usage
+from kvferry.router.http.errors import (
     BodyTooLargeError,
     DeadlineExceededError,
     GenerationCancelledError,

@@ -7,15 +7,15 @@ from collections.abc import AsyncIterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.clock import ManualClock
-from common.errors import InvariantError
-from common.ids import RequestId
-from common.sampling_params import SamplingParams
-from router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, Usage
-from router.http.describe import describe
-from router.http.exchange import Exchange
-from router.http.generation import Generation
-from router.http.metrics import RouterMetrics
+from kvferry.common.clock import ManualClock
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import RequestId
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, Usage
+from kvferry.router.http.describe import describe
+from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.generation import Generation
+from kvferry.router.http.metrics import RouterMetrics
 
 END = EndEvent("length", Usage(3, 2))
 REQUEST = GenerateRequest(RequestId("0" * 32), "m", array("I", [5, 6, 7]), SamplingParams(max_new_tokens=2))

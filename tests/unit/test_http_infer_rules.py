@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from falcon import testing
 
-from common.config.schema import RouterConfig
-from common.model_info import ModelInfo
-from router.http import document, skeleton
+from kvferry.common.config.schema import RouterConfig
+from kvferry.common.model_info import ModelInfo
+from kvferry.router.http import document, skeleton
 from tests.support.fake_service import MODEL, FakeTokenService, expected_token
 from tests.support.http_app import HttpApp, connect, serve
 from tests.support.infer_cases import INFER_CASES, InferCase, base, encode

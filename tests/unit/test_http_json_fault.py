@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.errors import RequestInvalidError
-from router.http.document import LARGE_BYTES, decode_json
+from kvferry.common.errors import RequestInvalidError
+from kvferry.router.http.document import LARGE_BYTES, decode_json
 
 
 @pytest.mark.parametrize(

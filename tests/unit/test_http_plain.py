@@ -10,8 +10,8 @@ import pytest
 from falcon import testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.api import ServiceCounts
-from router.http.metrics import MULTIPROCESS_VARIABLE
+from kvferry.router.api import ServiceCounts
+from kvferry.router.http.metrics import MULTIPROCESS_VARIABLE
 from tests.support.fake_service import MODEL, Script
 from tests.support.http_app import HttpApp
 from tests.support.infer_cases import base, encode
@@ -191,8 +191,8 @@ def test_a_websocket_is_turned_away():
 _WORKER = """
 import os, sys
 from prometheus_client import CollectorRegistry
-from router.api import EndEvent, Usage
-from router.http.metrics import metrics_from_environment
+from kvferry.router.api import EndEvent, Usage
+from kvferry.router.http.metrics import metrics_from_environment
 metrics = metrics_from_environment(os.environ, CollectorRegistry())
 for _ in range(int(sys.argv[1])):
     metrics.received("m")

@@ -6,8 +6,8 @@ import json
 import pytest
 from falcon import testing
 
-from common.errors import GenerationError, OverloadedError
-from router.http.accept import wants_event_stream
+from kvferry.common.errors import GenerationError, OverloadedError
+from kvferry.router.http.accept import wants_event_stream
 from tests.support.fake_service import Script, expected_token
 from tests.support.http_app import Connection, HttpApp, connect, serve
 from tests.support.infer_cases import base, encode

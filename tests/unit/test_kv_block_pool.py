@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.errors import InvariantError
-from common.kv.block_pool import BlockPool
-from common.kv.prefix_cache import Content, PrefixCache
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.prefix_cache import Content, PrefixCache
 from tests.support.scheduling import ids
 
 SIZE = 4

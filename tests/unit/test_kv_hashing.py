@@ -4,7 +4,7 @@ import subprocess
 import sys
 from array import array
 
-from common.kv.hashing import DIGEST_BYTES, chain, chain_bytes, root, token_bytes
+from kvferry.common.kv.hashing import DIGEST_BYTES, chain, chain_bytes, root, token_bytes
 
 
 def test_a_known_chain_keeps_its_value():

@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.errors import InvariantError
-from common.kv.host_pool import HostPool
+from kvferry.common.errors import InvariantError
+from kvferry.common.kv.host_pool import HostPool
 
 
 def test_taken_all_or_nothing_and_given_back():

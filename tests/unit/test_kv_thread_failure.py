@@ -5,13 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.config.protocol import Limits
-from common.ids import new_incarnation
-from common.kv_transfer.zmq_backend import ZmqKvMover
-from common.node.engine_thread import EngineThread
-from common.state.actions import ExitProcess
-from common.state.events import EngineFailed, Event, KvFailed, PiecesStopped
-from common.transport.context import TransportContext
+from kvferry.common.config.protocol import Limits
+from kvferry.common.ids import new_incarnation
+from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
+from kvferry.common.node.engine_thread import EngineThread
+from kvferry.common.state.actions import ExitProcess
+from kvferry.common.state.events import EngineFailed, Event, KvFailed, PiecesStopped
+from kvferry.common.transport.context import TransportContext
 from tests.support.eventually import PATIENCE_S
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
 from tests.support.prefill_bench import PrefillBench

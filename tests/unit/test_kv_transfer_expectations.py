@@ -6,12 +6,12 @@ import zlib
 import msgspec
 import pytest
 
-from common.errors import InvariantError
-from common.ids import Incarnation
-from common.kv_transfer import expectations as module
-from common.kv_transfer.expectations import Expectations, Verdict
-from common.protocol.messages import Piece
-from common.protocol.wire import Frame
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer import expectations as module
+from kvferry.common.kv_transfer.expectations import Expectations, Verdict
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.protocol.wire import Frame
 from tests.support.kv_memory import MemoryCache, key_between, piece_of
 from tests.support.transport import DEADLINE_S
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from common.clock import Clock, ManualClock
-from common.config.protocol import Limits
-from common.errors import ConfigError
-from common.ids import Incarnation, new_incarnation
-from common.kv_transfer.send_queue import Window
-from common.kv_transfer.shm import ShmReach, ShmSlots, host_prefix
-from common.kv_transfer.zmq_backend import ZmqKvMover
-from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, SessionClosed
-from common.transport.context import TransportContext
+from kvferry.common.clock import Clock, ManualClock
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ConfigError
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.kv_transfer.send_queue import Window
+from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots, host_prefix
+from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
+from kvferry.common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, SessionClosed
+from kvferry.common.transport.context import TransportContext
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
 from tests.support.transport import DEADLINE_S, nothing_left, transport_context, wait_until
 
@@ -156,8 +156,8 @@ def test_without_memory_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
 
 WRITES = """
 import sys
-from common.ids import Incarnation
-from common.kv_transfer.shm import ShmReach
+from kvferry.common.ids import Incarnation
+from kvferry.common.kv_transfer.shm import ShmReach
 reach = ShmReach(Incarnation(sys.argv[1]))
 reach.open(Incarnation(sys.argv[2]), sys.argv[3])
 reach.write(Incarnation(sys.argv[2]), 1, b"from a process that is killed")
@@ -166,7 +166,7 @@ sys.stdin.read()
 """
 LENDS = """
 import sys
-from common.kv_transfer.shm import ShmSlots
+from kvferry.common.kv_transfer.shm import ShmSlots
 slots = ShmSlots(4, 4096)
 print(slots.open(), flush=True)
 sys.stdin.read()

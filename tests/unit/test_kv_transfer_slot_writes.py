@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.errors import InvariantError
-from common.ids import Incarnation, RequestId, TransferKey
-from common.kv_transfer.slot_writes import SlotWrites
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.kv_transfer.slot_writes import SlotWrites
 
 KEY = TransferKey(RequestId("a" * 32), 1, 1, Incarnation("1" * 32), Incarnation("2" * 32))
 OTHER = KEY._replace(generation=2)

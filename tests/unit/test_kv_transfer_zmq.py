@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from common.config.protocol import Limits, Timers
-from common.errors import ConfigError, InvariantError
-from common.ids import Incarnation, new_incarnation
-from common.kv_transfer.send_queue import Window
-from common.kv_transfer.zmq_backend import ZmqKvMover, window_for
-from common.protocol.messages import Envelope, HelloRefused, Piece
-from common.protocol.wire import encode
-from common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import ConfigError, InvariantError
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.kv_transfer.send_queue import Window
+from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover, window_for
+from kvferry.common.protocol.messages import Envelope, HelloRefused, Piece
+from kvferry.common.protocol.wire import encode
+from kvferry.common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
 from tests.support.keys import KeyRing
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
 from tests.support.transport import (

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from common.config.docs import config_as_toml
-from common.config.host import HostFacts
-from common.config.load import load_config
-from common.config.schema import ClusterConfig
-from ops import model_store
-from ops.launcher.cluster import (
+from kvferry.common.config.docs import config_as_toml
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.load import load_config
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.ops import model_store
+from kvferry.ops.launcher.cluster import (
     CONFIG_ENV,
     WORKER_CLASS,
     cluster_children,
@@ -21,7 +21,7 @@ from ops.launcher.cluster import (
     router_config,
     serve_config,
 )
-from ops.launcher.core import Stage
+from kvferry.ops.launcher.core import Stage
 from tests.unit.test_config_checks import load_set
 
 RUN_DIR = Path("/run/kvferry-0-x")
@@ -132,7 +132,7 @@ def test_gunicorn_is_set_up_from_the_clusters_file(tmp_path: Path, monkeypatch, 
     file = tmp_path / "cluster.toml"
     file.write_text(config_as_toml(load_set(f"router.host='{host}'", "router.port=8000", "router.workers=3")))
     monkeypatch.setenv(CONFIG_ENV, str(file))
-    settings = runpy.run_module("ops.gunicorn_conf")
+    settings = runpy.run_module("kvferry.ops.gunicorn_conf")
     assert (settings["bind"], settings["workers"]) == (bind, 3)
     assert settings["graceful_timeout"] >= load_config(file).timers.worker_drain_s
     assert settings["max_requests"] == 0

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.clock import ManualClock
-from common.errors import InvariantError
-from ops.launcher.core import (
+from kvferry.common.clock import ManualClock
+from kvferry.common.errors import InvariantError
+from kvferry.ops.launcher.core import (
     AnnounceReady,
     ChildExited,
     ChildPlan,
@@ -25,7 +25,7 @@ from ops.launcher.core import (
     TerminateChild,
     Tick,
 )
-from ops.launcher.restart_policy import RestartLimits, RestartPolicy
+from kvferry.ops.launcher.restart_policy import RestartLimits, RestartPolicy
 
 LIMITS = RestartLimits(min_s=0.5, max_s=4.0, healthy_after_s=10.0)
 PLANS = [

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ops.launcher.metrics_files import KINDS, RESERVED_BYTES, VARIABLE, forget_gauges, reserve_metrics_files
+from kvferry.ops.launcher.metrics_files import KINDS, RESERVED_BYTES, VARIABLE, forget_gauges, reserve_metrics_files
 
 _WORKER = """
 import os, sys
-from ops.launcher.metrics_files import reserve_metrics_files
+from kvferry.ops.launcher.metrics_files import reserve_metrics_files
 reserve_metrics_files(os.environ, os.getpid())
 from prometheus_client import CollectorRegistry
-from router.api import EndEvent, ServiceCounts, Usage
-from router.http.metrics import metrics_from_environment
+from kvferry.router.api import EndEvent, ServiceCounts, Usage
+from kvferry.router.http.metrics import metrics_from_environment
 metrics = metrics_from_environment(os.environ, CollectorRegistry())
 for model in map(str, range(int(sys.argv[1]))):
     metrics.received(model)

@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Iterator
 
-from common.ids import new_incarnation
-from common.protocol.messages import Announce, Envelope
-from ops.launcher.progress import LOOKS_PER_LINE, tell_progress
+from kvferry.common.ids import new_incarnation
+from kvferry.common.protocol.messages import Announce, Envelope
+from kvferry.ops.launcher.progress import LOOKS_PER_LINE, tell_progress
 
 NAMES = frozenset(("prefill-0", "decode-0", "decode-1"))
 

@@ -15,18 +15,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.clock import MonotonicClock
-from common.config.host import HostFacts
-from common.config.load import load_config
-from common.errors import ConfigError, KvferryError
-from ops.launcher.cluster import serve_config
-from ops.launcher.core import ChildPlan, Stage
-from ops.launcher.listen import listen
-from ops.launcher.process import ChildSpec, prefixed, start_child
-from ops.launcher.readiness import status_of, wait_until_answered
-from ops.launcher.restart_policy import RestartLimits
-from ops.launcher.run_dir import has_room_for_sockets, remove_left_over, run_base, run_directory
-from ops.launcher.supervisor import STOP_SIGNALS, Supervisor
+from kvferry.common.clock import MonotonicClock
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.load import load_config
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops.launcher.cluster import serve_config
+from kvferry.ops.launcher.core import ChildPlan, Stage
+from kvferry.ops.launcher.listen import listen
+from kvferry.ops.launcher.process import ChildSpec, prefixed, start_child
+from kvferry.ops.launcher.readiness import status_of, wait_until_answered
+from kvferry.ops.launcher.restart_policy import RestartLimits
+from kvferry.ops.launcher.run_dir import has_room_for_sockets, remove_left_over, run_base, run_directory
+from kvferry.ops.launcher.supervisor import STOP_SIGNALS, Supervisor
 from tests.support.eventually import PATIENCE_S
 from tests.support.processes import has_ended
 from tests.support.serve import wait_until
@@ -239,8 +239,8 @@ def test_long_and_unfinished_and_broken_lines_pass():
 def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path):
     launcher = f"""
         import asyncio, os, sys
-        from ops.launcher.core import ChildPlan, Stage
-        from ops.launcher.process import ChildSpec, start_child
+        from kvferry.ops.launcher.core import ChildPlan, Stage
+        from kvferry.ops.launcher.process import ChildSpec, start_child
 
         async def main():
             spec = ChildSpec(ChildPlan("d", Stage.DECODE, 1.0), (sys.executable, "-c", {SERVES.replace("15", "10")!r}))
@@ -298,7 +298,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path):
     code = f"""
         import os
         from pathlib import Path
-        from ops.launcher.run_dir import run_directory
+        from kvferry.ops.launcher.run_dir import run_directory
         with run_directory(Path({str(tmp_path)!r})) as path:
             (path / "left").touch()
             os.kill(os.getpid(), 9)
@@ -422,8 +422,8 @@ def test_a_child_does_not_wait_for_a_launcher_that_does_not_read():
     async def story():
         talks = """
             import logging
-            from common.config.schema import LogConfig
-            from common.log import setup_logging
+            from kvferry.common.config.schema import LogConfig
+            from kvferry.common.log import setup_logging
             setup_logging(LogConfig(), "d")
             for number in range(20_000):
                 logging.getLogger("a").info("%0100d", number)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-import ops.launcher.worker
-from ops.launcher.worker import RouterProtocol, RouterServer
+import kvferry.ops.launcher.worker
+from kvferry.ops.launcher.worker import RouterProtocol, RouterServer
 from tests.support.eventually import PATIENCE_S, eventually
 from tests.support.fake_service import Script
 from tests.support.http_app import Connection, HttpApp, connect, server_of
@@ -17,7 +17,7 @@ HALF = 20
 
 @pytest.fixture(autouse=True)
 def long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops.launcher.worker, "REQUEST_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(kvferry.ops.launcher.worker, "REQUEST_WAIT_S", PATIENCE_S)
 
 
 async def accepted(server: RouterServer) -> RouterProtocol:
@@ -65,7 +65,7 @@ def test_an_idle_connection_is_closed(requests_before: int, monkeypatch: pytest.
 
     async def run() -> None:
         if requests_before == 0:
-            monkeypatch.setattr(ops.launcher.worker, "REQUEST_WAIT_S", 0.0)
+            monkeypatch.setattr(kvferry.ops.launcher.worker, "REQUEST_WAIT_S", 0.0)
         async with server_of(HttpApp()) as (server, port), connect(port) as client:
             await accepted(server)
             for _ in range(requests_before):

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from common.line_writer import LineWriter
+from kvferry.common.line_writer import LineWriter
 
 MUCH = "x" * (1 << 17)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.schema import LogConfig
-from common.log import ACCESS_LOGGER, request_logger, setup_logging
+from kvferry.common.config.schema import LogConfig
+from kvferry.common.log import ACCESS_LOGGER, request_logger, setup_logging
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def start(root_logging, tmp_path):
 
 def test_a_line_for_people(start):
     stream = start(LogConfig())
-    log = request_logger(logging.getLogger("common.node"), "0123456789abcdef0123456789abcdef")
+    log = request_logger(logging.getLogger("kvferry.common.node"), "0123456789abcdef0123456789abcdef")
     log.info("queued %d tokens", 5, extra={"waited_ms": 7})
     assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    prefill-0 common\.node: "
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO    prefill-0 kvferry\.common\.node: "
         r"queued 5 tokens \[request 01234567\] waited_ms=7\n",
         stream.getvalue(),
     )

@@ -2,7 +2,7 @@
 
 import gc
 
-from common.long_lived import keep_what_is_loaded
+from kvferry.common.long_lived import keep_what_is_loaded
 
 
 def test_no_collection_looks_at_what_was_loaded():

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.device.cpu import CpuDevice
-from common.errors import ModelLoadError
-from common.models.hf_config import read_hf_config
-from common.models.load import LoadedModel, load_model
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.hf_config import read_hf_config
+from kvferry.common.models.load import LoadedModel, load_model
 from tests.support.tiny_llama import make_checkpoint
 
 

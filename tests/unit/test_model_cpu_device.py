@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device import cpu_attention, cpu_linear
-from common.device.base import AttentionMetadata, Device, KvTensorSpec, Ops
-from common.device.cpu import CpuDevice
-from common.device.cpu_ops import CpuOps
+from kvferry.common.device import cpu_attention, cpu_linear
+from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec, Ops
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.cpu_ops import CpuOps
 from tests.support.cpu_ops import OP_SETS, ops_named
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4

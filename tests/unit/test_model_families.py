@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.device.base import Device
-from common.device.cpu import CpuDevice
-from common.device.native.build import find_compiler
-from common.models.load import load_model
+from kvferry.common.device.base import Device
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.native.build import find_compiler
+from kvferry.common.models.load import load_model
 from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.paged_device import PagedDevice

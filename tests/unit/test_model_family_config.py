@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.device.cpu import CpuDevice
-from common.errors import ModelLoadError
-from common.models.architectures import known_architectures
-from common.models.config import ModelConfig
-from common.models.hf_config import read_hf_config
-from common.models.load import load_model
-from common.models.registry import family
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.architectures import known_architectures
+from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.hf_config import read_hf_config
+from kvferry.common.models.load import load_model
+from kvferry.common.models.registry import family
 from tests.support.tiny_families import CONFIGS, make_family_checkpoint
 
 ARCHITECTURES = (

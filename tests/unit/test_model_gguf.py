@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from common.device.cpu import CpuDevice
-from common.errors import ModelLoadError
-from common.models.gguf_config import read_gguf_config
-from common.models.load import load_model
-from common.models.weights import Part
-from common.models.weights_gguf import GgufWeights
-from common.tokenizer.gguf_header import read_gguf_header
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.gguf_config import read_gguf_config
+from kvferry.common.models.load import load_model
+from kvferry.common.models.weights import Part
+from kvferry.common.models.weights_gguf import GgufWeights
+from kvferry.common.tokenizer.gguf_header import read_gguf_header
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_families import make_family_checkpoint
 from tests.support.tiny_gguf import write_gguf

@@ -7,8 +7,8 @@ import orjson
 import pytest
 import torch
 
-from common.device.cpu import CpuDevice
-from common.models.load import load_model
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.models.load import load_model
 from tests.support.cpu_ops import OP_SETS, cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_llama import make_checkpoint, random_prompt, reference_tokens

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from common.errors import ModelLoadError
-from common.models.outside_check import check_model_files
-from common.tokenizer.gguf_header import read_gguf_header
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.outside_check import check_model_files
+from kvferry.common.tokenizer.gguf_header import read_gguf_header
 from tests.support.tiny_gguf import write_gguf
 from tests.support.tiny_llama import make_checkpoint
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.device.cpu import CpuDevice
-from common.device.native.select import probe_native
-from common.errors import ModelLoadError
-from common.models import load, packed_store
-from common.models.load import DtypeName, LoadedModel, load_model
-from common.models.packed_store import KEPT_FILES, open_store
-from common.models.weights import Part
-from common.models.weights_hf import HfWeights
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.native.select import probe_native
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models import load, packed_store
+from kvferry.common.models.load import DtypeName, LoadedModel, load_model
+from kvferry.common.models.packed_store import KEPT_FILES, open_store
+from kvferry.common.models.weights import Part
+from kvferry.common.models.weights_hf import HfWeights
 from tests.support.engine_driver import EngineDriver
 from tests.support.eventually import PATIENCE_S
 from tests.support.tiny_llama import make_checkpoint, random_prompt

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch.nn import functional
 
-from common.device.base import Device
-from common.device.quantize import WeightScheme
-from common.models.load import LoadedModel, load_model
-from ops.bench.perplexity import run_perplexity
-from ops.cli.bench_perplexity import DEFAULT_TEXT
-from ops.cli.main import main
+from kvferry.common.device.base import Device
+from kvferry.common.device.quantize import WeightScheme
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.ops.bench.perplexity import run_perplexity
+from kvferry.ops.cli.bench_perplexity import DEFAULT_TEXT
+from kvferry.ops.cli.main import main
 from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.tiny_families import make_family_checkpoint

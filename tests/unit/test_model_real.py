@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from common.device.cpu import CpuDevice
-from common.device.native.build import find_compiler
-from common.models.load import LoadedModel, load_model
-from common.tokenizer import Tokenizer, load_tokenizer
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.native.build import find_compiler
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.common.tokenizer import Tokenizer, load_tokenizer
 from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.real_model import real_model_path

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.cache import cache_dir
-from common.errors import ConfigError, KvferryError
-from ops import model_store
-from ops.model_choice import served_name, with_model
+from kvferry.common.cache import cache_dir
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops import model_store
+from kvferry.ops.model_choice import served_name, with_model
 from tests.unit.test_config_checks import load_set
 
 CONTENT = b"GGUF" + bytes(range(256)) * 50

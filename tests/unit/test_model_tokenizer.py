@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from common.errors import ModelLoadError
-from common.tokenizer import Tokenizer, load_tokenizer
-from common.tokenizer.gguf_tokenizer import gguf_tokenizer, known_pre_tokenizers
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.tokenizer import Tokenizer, load_tokenizer
+from kvferry.common.tokenizer.gguf_tokenizer import gguf_tokenizer, known_pre_tokenizers
 from tests.support.real_model import real_model_path
 from tests.support.tiny_gguf import MARKS, vocabulary, write_gguf
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("ops.npu.check", "ops.bench.keys", "tests.chaos", "tests.chaos.soak", "tests.chaos.storm")
+MODULES = ("kvferry.ops.npu.check", "kvferry.ops.bench.keys", "tests.chaos", "tests.chaos.soak", "tests.chaos.storm")
 RUN_WITHOUT = """
 import runpy, sys
 for name in ("torch", "transformers", "pytest", "hypothesis"):

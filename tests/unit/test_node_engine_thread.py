@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from common.clock import ManualClock
-from common.node.engine_thread import LONG_S, SAY_S, EngineThread
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from common.state.events import Event, LayersDone, StepDone, StepGoesOn
+from kvferry.common.clock import ManualClock
+from kvferry.common.node.engine_thread import LONG_S, SAY_S, EngineThread
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.state.events import Event, LayersDone, StepDone, StepGoesOn
 from tests.support.eventually import PATIENCE_S
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from common.config.host import HostFacts
-from common.config.resolve import NodeSettings, resolve_node
-from common.config.schema import ClusterConfig, NodeConfig, Role, RoleConfig
-from common.device.base import Device
-from common.engine.decode_graphs import GraphSize
-from common.engine.kv_cache import KvCache
-from common.models.load import LoadedModel, load_model
-from common.node.graphs import GraphPlan, plan_graphs, record_graphs
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.resolve import NodeSettings, resolve_node
+from kvferry.common.config.schema import ClusterConfig, NodeConfig, Role, RoleConfig
+from kvferry.common.device.base import Device
+from kvferry.common.engine.decode_graphs import GraphSize
+from kvferry.common.engine.kv_cache import KvCache
+from kvferry.common.models.load import LoadedModel, load_model
+from kvferry.common.node.graphs import GraphPlan, plan_graphs, record_graphs
 from tests.support.paged_device import PagedDevice
 from tests.support.replayed_graphs import GraphDevice
 from tests.support.tiny_families import make_family_checkpoint

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.config.host import HostFacts
-from common.config.protocol import Limits
-from common.config.resolve import NodeSettings, resolve_node
-from common.config.schema import ClusterConfig
-from common.errors import ConfigError
-from common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.protocol import Limits
+from kvferry.common.config.resolve import NodeSettings, resolve_node
+from kvferry.common.config.schema import ClusterConfig
+from kvferry.common.errors import ConfigError
+from kvferry.common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
 from tests.support.paged_device import PagedDevice
 
 FREE = 10_000_000_000

@@ -7,15 +7,15 @@ from typing import cast
 import pytest
 import torch
 
-from common.config.host import HostFacts
-from common.config.resolve import NodeSettings, resolve_node
-from common.device.base import Device
-from common.device.cpu import CpuDevice
-from common.device.cpu_ops import CpuOps
-from common.errors import ConfigError
-from common.models.footprint import Footprint
-from common.models.load import load_model
-from common.node.memory import demand_memory
+from kvferry.common.config.host import HostFacts
+from kvferry.common.config.resolve import NodeSettings, resolve_node
+from kvferry.common.device.base import Device
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.errors import ConfigError
+from kvferry.common.models.footprint import Footprint
+from kvferry.common.models.load import load_model
+from kvferry.common.node.memory import demand_memory
 from tests.support.tiny_llama import make_checkpoint
 from tests.unit.test_config_checks import load_set
 
@@ -108,6 +108,6 @@ def test_no_weight_is_read_of_what_is_refused(tmp_path: Path, monkeypatch: pytes
     def refuse(footprint: Footprint) -> None:
         raise ConfigError("no")
 
-    monkeypatch.setattr("common.models.weights_hf.HfWeights.get", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr("kvferry.common.models.weights_hf.HfWeights.get", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(ConfigError):
         load_model(tmp_path, device=CpuDevice(1), progress=False, before=refuse)

@@ -8,9 +8,9 @@ from tests.support.eventually import PATIENCE_S
 
 _COMPUTES_ON = """
 import logging, sys, threading, torch
-from common.node.engine_thread import EngineThread
-from common.node.process import last_word
-from common.scheduling.step import StepPlan
+from kvferry.common.node.engine_thread import EngineThread
+from kvferry.common.node.process import last_word
+from kvferry.common.scheduling.step import StepPlan
 
 begun = threading.Event()
 x = torch.randn(64, 64)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from common.device.cpu import CpuDevice
-from common.engine.kv_cache import bytes_per_token
-from common.errors import ModelLoadError
-from common.models.load import load_model
-from common.models.weights import Part
-from common.models.weights_hf import HfWeights
-from common.parallel.collectives import GroupCollectives
-from common.parallel.shard import Shard
-from common.sampling_params import SamplingParams
+from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.engine.kv_cache import bytes_per_token
+from kvferry.common.errors import ModelLoadError
+from kvferry.common.models.load import load_model
+from kvferry.common.models.weights import Part
+from kvferry.common.models.weights_hf import HfWeights
+from kvferry.common.parallel.collectives import GroupCollectives
+from kvferry.common.parallel.shard import Shard
+from kvferry.common.sampling_params import SamplingParams
 from tests.support.cpu_ops import cpu_with
 from tests.support.engine_driver import EngineDriver
 from tests.support.rank_threads import load_ranks, rank_driver

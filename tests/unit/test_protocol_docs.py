@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-import common
-import decode_node.core
-import ops.docs_protocol
-import prefill_node.core
-import router.core
-from common.config.protocol import Limits, Timers
-from common.protocol.messages import MESSAGE_TYPES
-from common.scheduling.sequence import TRANSITIONS, Status
-from common.state.table import Table
-from ops.docs_protocol import PROTOCOL, STATES, main, message_table, with_messages
-from ops.docs_states import all_machines, state_meanings, states_page, texts_below
+import kvferry.common
+import kvferry.decode_node.core
+import kvferry.ops.docs_protocol
+import kvferry.prefill_node.core
+import kvferry.router.core
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.protocol.messages import MESSAGE_TYPES
+from kvferry.common.scheduling.sequence import TRANSITIONS, Status
+from kvferry.common.state.table import Table
+from kvferry.ops.docs_protocol import PROTOCOL, STATES, main, message_table, with_messages
+from kvferry.ops.docs_states import all_machines, state_meanings, states_page, texts_below
 from tests.simulation.mutations import MUTATIONS
 
 MACHINES = all_machines()
@@ -29,9 +29,10 @@ MACHINES = all_machines()
 def tables_of_the_code() -> dict[str, "Table[Enum, Enum]"]:
     """Every Table that a module of the cores has, by its name."""
     found: dict[str, Table[Enum, Enum]] = {}
-    for package in (common, router.core, prefill_node.core, decode_node.core):
+    for package in (kvferry.common, kvferry.router.core, kvferry.prefill_node.core, kvferry.decode_node.core):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if info.name.startswith("common.") and not info.name.startswith(("common.state", "common.scheduling")):
+            name = info.name.removeprefix("kvferry.")
+            if name.startswith("common.") and not name.startswith(("common.state", "common.scheduling")):
                 continue
             module = importlib.import_module(info.name)
             found |= {value.name: value for value in vars(module).values() if isinstance(value, Table)}
@@ -39,9 +40,9 @@ def tables_of_the_code() -> dict[str, "Table[Enum, Enum]"]:
 
 
 def test_the_pages_are_up_to_date():
-    assert STATES.read_text(encoding="utf-8") == states_page(), "run python -m ops.docs_protocol"
+    assert STATES.read_text(encoding="utf-8") == states_page(), "run python -m kvferry.ops.docs_protocol"
     page = PROTOCOL.read_text(encoding="utf-8")
-    assert with_messages(page) == page, "run python -m ops.docs_protocol"
+    assert with_messages(page) == page, "run python -m kvferry.ops.docs_protocol"
     assert main(["--check"]) == 0
 
 
@@ -96,8 +97,8 @@ def test_every_message_is_in_the_table():
 def test_stale_pages_are_told_and_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     states, protocol = tmp_path / "states.md", tmp_path / "protocol.md"
     protocol.write_text(PROTOCOL.read_text(encoding="utf-8").replace("| 24 | Revoke", "| 99 | Recant"))
-    monkeypatch.setattr(ops.docs_protocol, "STATES", states)
-    monkeypatch.setattr(ops.docs_protocol, "PROTOCOL", protocol)
+    monkeypatch.setattr(kvferry.ops.docs_protocol, "STATES", states)
+    monkeypatch.setattr(kvferry.ops.docs_protocol, "PROTOCOL", protocol)
     assert main(["--check"]) == 1
     assert "states.md is not up to date" in capsys.readouterr().err
     assert not states.exists()
@@ -115,7 +116,7 @@ def test_a_page_without_the_marks_is_not_guessed_at():
 # -- names on the page of rules
 
 PAGE = PROTOCOL.read_text(encoding="utf-8")
-ROOT = PROTOCOL.parents[2]
+ROOT = Path(__file__).parents[2]
 
 
 def sections() -> dict[int, str]:

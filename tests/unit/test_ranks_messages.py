@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
-from common.errors import InvariantError
-from common.ids import new_incarnation
-from common.ranks.messages import (
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import new_incarnation
+from kvferry.common.ranks.messages import (
     Arrived,
     Bad,
     Done,
@@ -24,7 +24,7 @@ from common.ranks.messages import (
     from_lead,
     from_rank,
 )
-from common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
 from tests.support.kv_memory import MemoryCache, key_between, piece_of
 
 KEY = key_between(new_incarnation(), new_incarnation())

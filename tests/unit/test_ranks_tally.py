@@ -5,11 +5,11 @@ import random
 
 import pytest
 
-from common.ids import Incarnation, TransferKey
-from common.kv_transfer.interface import KvEvent
-from common.protocol.messages import Piece
-from common.ranks.tally import PieceTally
-from common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
+from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.kv_transfer.interface import KvEvent
+from kvferry.common.protocol.messages import Piece
+from kvferry.common.ranks.tally import PieceTally
+from kvferry.common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from tests.support.kv_memory import key_between
 
 KEY = key_between(Incarnation("a" * 32), Incarnation("b" * 32))

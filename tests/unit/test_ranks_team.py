@@ -11,10 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from common.ids import new_incarnation
-from common.ranks.messages import ExpectKv, ForgetKv
-from common.ranks.team import RankLostError, RankTeam
-from common.scheduling.step import BlockCopies, StepPlan
+from kvferry.common.ids import new_incarnation
+from kvferry.common.ranks.messages import ExpectKv, ForgetKv
+from kvferry.common.ranks.team import RankLostError, RankTeam
+from kvferry.common.scheduling.step import BlockCopies, StepPlan
 from tests.support.kv_memory import key_between
 from tests.support.processes import has_ended
 from tests.support.rank_team import BLOCK_SIZE, LOG, running_team, spec_of
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 def ranks_of(pid: int) -> list[psutil.Process]:
     """Rank processes that this process started."""
-    return [child for child in psutil.Process(pid).children() if "common.ranks.agent" in child.cmdline()]
+    return [child for child in psutil.Process(pid).children() if "kvferry.common.ranks.agent" in child.cmdline()]
 
 
 def open_ends() -> int:

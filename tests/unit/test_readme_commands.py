@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.cli.main import main
+from kvferry.ops.cli.main import main
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `kvferry ([a-z]+(?: (?:engine|serve|perplexity))?)(.*)$", README, flags=re.MULTILINE)

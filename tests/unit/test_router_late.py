@@ -8,19 +8,19 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from common.clock import ManualClock
-from common.config.protocol import Limits, Timers
-from common.ids import RequestId, new_incarnation
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import Envelope, FirstToken, Hello, Job, Message, Status, Welcome
-from common.protocol.wire import decode, encode
-from common.sampling_params import SamplingParams
-from common.state.links import LinkState
-from common.transport.context import TransportContext
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from router.api import EndEvent, GenerateRequest, TokensEvent
-from router.service import RouterService, ServiceSettings
+from kvferry.common.clock import ManualClock
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.ids import RequestId, new_incarnation
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import Envelope, FirstToken, Hello, Job, Message, Status, Welcome
+from kvferry.common.protocol.wire import decode, encode
+from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.state.links import LinkState
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.router.api import EndEvent, GenerateRequest, TokensEvent
+from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.eventually import eventually
 from tests.support.transport import transport_context
 

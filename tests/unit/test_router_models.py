@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.clock import ManualClock
-from common.config.protocol import Limits, Timers
-from common.errors import UnavailableError
-from common.model_info import ModelInfo
-from router.service import RouterService, ServiceSettings
+from kvferry.common.clock import ManualClock
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import UnavailableError
+from kvferry.common.model_info import ModelInfo
+from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.transport import transport_context
 
 TOLD = ModelInfo(name="told", vocab_size=8, max_model_len=64, max_position_embeddings=64)

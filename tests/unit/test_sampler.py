@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.engine.sampler import Sampler
-from common.errors import InvariantError
-from common.sampling_params import SamplingParams
+from kvferry.common.engine.sampler import Sampler
+from kvferry.common.errors import InvariantError
+from kvferry.common.sampling_params import SamplingParams
 
 VOCAB = 64
 DRAWS = 4000

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.engine.philox import philox_4x32, uniform, uniform_of_all
+from kvferry.common.engine.philox import philox_4x32, uniform, uniform_of_all
 
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
 """Known answers: kat_vectors of the Random123 library, philox4x32 with 10 rounds."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from common.errors import InvariantError
-from common.scheduling.events import Failed, Finished, Sampled, Started
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Status
+from kvferry.common.errors import InvariantError
+from kvferry.common.scheduling.events import Failed, Finished, Sampled, Started
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Status
 from tests.support.scheduling import FakeNode, make_spec
 
 

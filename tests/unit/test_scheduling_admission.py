@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import RequestInvalidError
-from common.protocol.messages import Load
-from common.scheduling.events import Started
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Status
+from kvferry.common.errors import RequestInvalidError
+from kvferry.common.protocol.messages import Load
+from kvferry.common.scheduling.events import Started
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Status
 from tests.support.scheduling import FakeNode, make_spec
 
 

@@ -4,11 +4,11 @@ from array import array
 
 import pytest
 
-from common.errors import InvariantError
-from common.scheduling.events import Failed, Finished, GivenBack, Sampled
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Status
-from common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.errors import InvariantError
+from kvferry.common.scheduling.events import Failed, Finished, GivenBack, Sampled
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Status
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 

@@ -2,8 +2,8 @@
 
 from array import array
 
-from common.scheduling.drawn import Drawn
-from common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 
 
 def part(seq_id: int, token_id: int = 0, *, ahead: bool = False) -> ScheduledSequence:

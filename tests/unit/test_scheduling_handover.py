@@ -2,11 +2,11 @@
 
 import pytest
 
-from common.errors import InvariantError, ProtocolError
-from common.scheduling.events import ChunkComputed, Finished, Prefilled, Sampled, Started
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import SequenceSpec, Status
-from common.scheduling.step import StepResult
+from kvferry.common.errors import InvariantError, ProtocolError
+from kvferry.common.scheduling.events import ChunkComputed, Finished, Prefilled, Sampled, Started
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import SequenceSpec, Status
+from kvferry.common.scheduling.step import StepResult
 from tests.support.scheduling import FakeNode, make_spec, next_token
 
 

@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from common.scheduling.pace import Pace
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Status
-from common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.scheduling.pace import Pace
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Status
+from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
 from tests.support.scheduling import FakeNode, make_spec
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from common.errors import InvariantError
-from common.scheduling.events import Finished, GivenBack
-from common.scheduling.preemption import best_of, choose_victim
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Sequence, Status
+from kvferry.common.errors import InvariantError
+from kvferry.common.scheduling.events import Finished, GivenBack
+from kvferry.common.scheduling.preemption import best_of, choose_victim
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Sequence, Status
 from tests.support.scheduling import FakeNode, ids, make_spec
 
 

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from common.errors import ConfigError, InvariantError
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import TRANSITIONS, Sequence, Status
+from kvferry.common.errors import ConfigError, InvariantError
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import TRANSITIONS, Sequence, Status
 from tests.support.scheduling import ids, make_spec
 
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from common.errors import InvariantError
-from common.scheduling.events import Finished, GivenBack, Sampled, Started
-from common.scheduling.scheduler_config import SchedulerConfig
-from common.scheduling.sequence import Status
-from common.scheduling.step import StepPlan
+from kvferry.common.errors import InvariantError
+from kvferry.common.scheduling.events import Finished, GivenBack, Sampled, Started
+from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import Status
+from kvferry.common.scheduling.step import StepPlan
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 BEST, MIDDLE, WORST = range(1000, 1007), range(70, 77), range(50, 57)

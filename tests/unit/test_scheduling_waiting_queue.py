@@ -2,8 +2,8 @@
 
 import pytest
 
-from common.errors import InvariantError
-from common.scheduling.waiting_queue import COMPACT_AT, WaitingQueue, effective_class
+from kvferry.common.errors import InvariantError
+from kvferry.common.scheduling.waiting_queue import COMPACT_AT, WaitingQueue, effective_class
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import ssl
 
 import pytest
 
-from common.errors import ConfigError, RequestInvalidError
-from ops.target import Target, parse_url, refusal, why_unreachable
+from kvferry.common.errors import ConfigError, RequestInvalidError
+from kvferry.ops.target import Target, parse_url, refusal, why_unreachable
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import zmq
 
-from common.config.endpoints import with_key
-from common.config.protocol import Limits, Timers
-from common.errors import ConfigError
-from common.ids import Incarnation, new_incarnation
-from common.protocol.messages import Announce, Envelope, OtherLife
-from common.protocol.wire import encode
-from common.transport.announce import AnnouncementListener, Announcer, resolve_endpoint
-from common.transport.context import TransportContext
-from common.transport.proxy import AnnouncementProxy
+from kvferry.common.config.endpoints import with_key
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import ConfigError
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.protocol.messages import Announce, Envelope, OtherLife
+from kvferry.common.protocol.wire import encode
+from kvferry.common.transport.announce import AnnouncementListener, Announcer, resolve_endpoint
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.proxy import AnnouncementProxy
 from tests.support.keys import KeyRing
 from tests.support.transport import DEADLINE_S, closing, ipc_endpoint, opened, transport_context, wait_until
 
@@ -213,7 +213,7 @@ def test_a_proxy_that_comes_back_is_found_again(context: TransportContext, tmp_p
 
 
 CHILD = """
-from common.transport.proxy import run_proxy
+from kvferry.common.transport.proxy import run_proxy
 run_proxy("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", on_bound=lambda *bound: print(*bound, flush=True))
 print("done", flush=True)
 """

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from common.ids import Incarnation, new_incarnation
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
 from tests.support.transport import ipc_endpoint, take_one, transport_context, wait_until
 
 FAST = SocketOptions(high_water=4, heartbeat_s=0.02, heartbeat_timeout_s=0.6, reconnect_min_s=5.0, reconnect_max_s=5.0)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from common.config.protocol import Limits
-from common.errors import ConfigError, InvariantError
-from common.ids import Incarnation, new_incarnation
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from common.transport.outbox import SendResult
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ConfigError, InvariantError
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.outbox import SendResult
 from tests.support.transport import bind_again, ipc_endpoint, take_one, transport_context, wait_until
 
 OPTIONS = SocketOptions.control(Limits())

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 import pytest
 import uvloop
 
-from common.errors import InvariantError
-from common.ids import new_incarnation
-from common.protocol.wire import Frame
-from common.transport.async_receiver import BATCH, AsyncReceiver
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from common.transport.outbox import SendResult
-from common.transport.poll_loop import PollLoop
-from common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.errors import InvariantError
+from kvferry.common.ids import new_incarnation
+from kvferry.common.protocol.wire import Frame
+from kvferry.common.transport.async_receiver import BATCH, AsyncReceiver
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.outbox import SendResult
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.wakeup import Inbox, Wakeup
 from tests.support.transport import DEADLINE_S, nothing_left, take_one, transport_context, wait_until
 
 OPTIONS = SocketOptions()

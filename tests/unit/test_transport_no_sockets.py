@@ -8,18 +8,18 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from common.config.protocol import Limits, Timers
-from common.errors import OutOfSocketsError
-from common.ids import new_incarnation
-from common.kv_transfer.zmq_backend import ZmqKvMover
-from common.node.poll_watcher import PollWatcher
-from common.protocol.messages import Hello
-from common.state.events import KvSendFailed, PieceSent
-from common.transport import context as context_module
-from common.transport.client_links import ClientLinks
-from common.transport.context import TransportContext
-from common.transport.poll_loop import PollLoop
-from common.transport.probe import ProbeResult
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import OutOfSocketsError
+from kvferry.common.ids import new_incarnation
+from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
+from kvferry.common.node.poll_watcher import PollWatcher
+from kvferry.common.protocol.messages import Hello
+from kvferry.common.state.events import KvSendFailed, PieceSent
+from kvferry.common.transport import context as context_module
+from kvferry.common.transport.client_links import ClientLinks
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.probe import ProbeResult
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
 from tests.support.transport import closing, opened, transport_context, wait_until
 

@@ -5,11 +5,11 @@ import sys
 import threading
 import time
 
-from common.ids import Incarnation, new_incarnation
-from common.transport.context import TransportContext
-from common.transport.link_socket import LinkSocket
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
 from tests.support.transport import bind_again, wait_until
 
 LIVES = 60

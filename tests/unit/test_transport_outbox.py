@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.transport.outbox import Outbox
+from kvferry.common.transport.outbox import Outbox
 
 MESSAGES = st.lists(st.binary(max_size=4), min_size=1, max_size=3)
 

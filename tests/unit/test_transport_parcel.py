@@ -5,11 +5,11 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.ids import new_incarnation, routing_id
-from common.transport.link_socket import LinkSocket
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from common.transport.parcel import OVERHEAD_BYTES, pack, unpack
+from kvferry.common.ids import new_incarnation, routing_id
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.parcel import OVERHEAD_BYTES, pack, unpack
 from tests.support.transport import take_one, transport_context, wait_until
 
 

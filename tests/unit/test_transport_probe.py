@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
-from common.transport.probe import ProbeResult, probe, probe_async
+from kvferry.common.errors import ConfigError
+from kvferry.common.transport.probe import ProbeResult, probe, probe_async
 from tests.support.transport import DEADLINE_S, ipc_endpoint, nothing_left
 
 

@@ -10,23 +10,23 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.config.endpoints import parse_endpoint, with_key
-from common.config.protocol import Limits, Timers
-from common.errors import ConfigError, InvariantError
-from common.ids import Incarnation, new_incarnation
-from common.node.poll_watcher import PollWatcher
-from common.protocol.messages import Hello
-from common.state.events import Event, LinkClosed, LinkConnected
-from common.transport.channel import Channel
-from common.transport.client_links import ClientLinks
-from common.transport.link_socket import LinkSocket
-from common.transport.monitor import LinkEvent, LinkMonitor
-from common.transport.node_socket import NodeSocket
-from common.transport.options import SocketOptions
-from common.transport.poll_loop import PollLoop
-from common.transport.probe import ProbeResult, probe
-from common.transport.security import Security
-from common.transport.zap import TOLD_MAX, ZapHandler
+from kvferry.common.config.endpoints import parse_endpoint, with_key
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.errors import ConfigError, InvariantError
+from kvferry.common.ids import Incarnation, new_incarnation
+from kvferry.common.node.poll_watcher import PollWatcher
+from kvferry.common.protocol.messages import Hello
+from kvferry.common.state.events import Event, LinkClosed, LinkConnected
+from kvferry.common.transport.channel import Channel
+from kvferry.common.transport.client_links import ClientLinks
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.common.transport.poll_loop import PollLoop
+from kvferry.common.transport.probe import ProbeResult, probe
+from kvferry.common.transport.security import Security
+from kvferry.common.transport.zap import TOLD_MAX, ZapHandler
 from tests.support.eventually import PATIENCE_S
 from tests.support.keys import KeyRing
 from tests.support.transport import bind_again, closing, ipc_endpoint, opened, take_one, transport_context, wait_until

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.within import within
+from kvferry.common.within import within
 from tests.support.transport import DEADLINE_S
 
 LONG_S = DEADLINE_S

@@ -2,9 +2,9 @@
 
 from array import array
 
-from common.ids import Incarnation, RequestId, TransferKey
-from common.model_info import Compatibility, ModelInfo
-from common.protocol.messages import (
+from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.protocol.messages import (
     Abort,
     Announce,
     Beat,
@@ -37,7 +37,7 @@ from common.protocol.messages import (
     TokensEntry,
     Welcome,
 )
-from common.sampling_params import SamplingParams
+from kvferry.common.sampling_params import SamplingParams
 
 SENDER = Incarnation("a1" * 16)
 RECEIVER = Incarnation("b2" * 16)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config.protocol import Limits
-from common.errors import ProtocolError
-from common.ids import Incarnation
-from common.protocol.messages import (
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ProtocolError
+from kvferry.common.ids import Incarnation
+from kvferry.common.protocol.messages import (
     MESSAGE_TYPES,
     PROTOCOL_VERSION,
     RAW_FIELDS,
@@ -21,7 +21,7 @@ from common.protocol.messages import (
     Piece,
     Status,
 )
-from common.protocol.wire import decode, encode
+from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import SAMPLES, envelope
 
 LIMITS = Limits(header_max_bytes=4096, job_ids_max_bytes=1024, piece_max_bytes=512)

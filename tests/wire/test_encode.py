@@ -5,10 +5,10 @@ from array import array
 import msgspec
 import pytest
 
-from common.config.protocol import Limits
-from common.errors import ProtocolError
-from common.protocol.messages import Job, Message, Queued
-from common.protocol.wire import decode, encode
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ProtocolError
+from kvferry.common.protocol.messages import Job, Message, Queued
+from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import KEY, LARGEST_SEED, SAMPLES, envelope
 
 JOB = next(message for message in SAMPLES if isinstance(message, Job))

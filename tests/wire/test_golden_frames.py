@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config.protocol import Limits
-from common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION
-from common.protocol.wire import decode, encode
+from kvferry.common.config.protocol import Limits
+from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION
+from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import SAMPLES, envelope
 
 GOLDEN: dict[str, list[str]] = json.loads(Path(__file__).with_name(f"golden_v{PROTOCOL_VERSION}.json").read_text())

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config.protocol import Limits
-from common.errors import ProtocolError
-from common.protocol.wire import decode, encode
+from kvferry.common.config.protocol import Limits
+from kvferry.common.errors import ProtocolError
+from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import SAMPLES, envelope
 
 LIMITS = Limits()

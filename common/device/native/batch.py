@@ -4,8 +4,8 @@ from ctypes import byref
 
 import torch
 
-from common.device.base import AttentionMetadata
-from common.device.native.library import BatchStruct
+from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.native.library import BatchStruct
 
 
 class NativeBatch:

@@ -1,4 +1,6 @@
-"""Builds the C++ kernels for this machine, once: `python -m common.device.native.build` prints the library's path.
+"""Builds the C++ kernels for this machine, once.
+
+`python -m kvferry.common.device.native.build` prints the library's path.
 
 The library has a plain C interface and sees neither Python nor torch, so it needs a C++ compiler and nothing else,
 takes seconds, and outlives upgrades of both. Its place in the user's cache is named by the sources, the flags and the
@@ -18,8 +20,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common.cache import cache_dir
-from common.errors import KvferryError
+from kvferry.common.cache import cache_dir
+from kvferry.common.errors import KvferryError
 
 _SOURCES = Path(__file__).parent / "src"
 # No -ffast-math: the compiler must not reorder sums, since a row's result may not depend on its neighbours.

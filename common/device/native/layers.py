@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, GatedLayer, LayerShape, Linear
-from common.device.native.batch import NativeBatch
-from common.device.native.library import LayerStruct, ShapeStruct, StepStruct
-from common.device.native.linear import HEAD_MULTIPLE, NativeLinear
+from kvferry.common.device.base import AttentionMetadata, GatedLayer, LayerShape, Linear
+from kvferry.common.device.native.batch import NativeBatch
+from kvferry.common.device.native.library import LayerStruct, ShapeStruct, StepStruct
+from kvferry.common.device.native.linear import HEAD_MULTIPLE, NativeLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Pointed:
 
 
 class NativeLayers:
-    """Implements `common.device.base.FusedLayers`. Keeps the layers' parts alive."""
+    """Implements `kvferry.common.device.base.FusedLayers`. Keeps the layers' parts alive."""
 
     def __init__(
         self,

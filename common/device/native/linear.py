@@ -5,8 +5,8 @@ from ctypes import CDLL, byref
 import torch
 from torch import Tensor
 
-from common.device.native.library import WeightStruct
-from common.device.native.panels import Panels
+from kvferry.common.device.native.library import WeightStruct
+from kvferry.common.device.native.panels import Panels
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_MULTIPLE = 8

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.device.base import AttentionMetadata, FusedLayers, GatedLayer, LayerShape, Linear, PackedForm
-from common.device.cpu_ops import CpuOps
-from common.device.native.batch import NativeBatch
-from common.device.native.layers import NativeLayers, can_fuse
-from common.device.native.linear import DTYPES, HEAD_MULTIPLE, NativeLinear
-from common.device.native.panels import pack, pack_quantized, packed_before, packed_bytes
-from common.device.quantize import WeightScheme, quantize
+from kvferry.common.device.base import AttentionMetadata, FusedLayers, GatedLayer, LayerShape, Linear, PackedForm
+from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.device.native.batch import NativeBatch
+from kvferry.common.device.native.layers import NativeLayers, can_fuse
+from kvferry.common.device.native.linear import DTYPES, HEAD_MULTIPLE, NativeLinear
+from kvferry.common.device.native.panels import pack, pack_quantized, packed_before, packed_bytes
+from kvferry.common.device.quantize import WeightScheme, quantize
 
 
 class NativeOps(CpuOps):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.device.quantize import INT4_GROUP, ROW_GROUP, Quantized
+from kvferry.common.device.quantize import INT4_GROUP, ROW_GROUP, Quantized
 
 PANEL = 16
 INT8_UNIT = 32

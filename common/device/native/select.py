@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from common.device.base import Ops
-from common.device.cpu_ops import CpuOps
-from common.device.native.build import library_path, note_use
-from common.device.native.library import load_library
-from common.device.native.ops import NativeOps
-from common.errors import DeviceUnavailableError
+from kvferry.common.device.base import Ops
+from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.device.native.build import library_path, note_use
+from kvferry.common.device.native.library import load_library
+from kvferry.common.device.native.ops import NativeOps
+from kvferry.common.errors import DeviceUnavailableError
 
 _LOG = logging.getLogger("kvferry.device")
 VARIABLE = "KVFERRY_CPU_OPS"
-HOW_TO_BUILD = "`python -m common.device.native.build` builds them"
+HOW_TO_BUILD = "`python -m kvferry.common.device.native.build` builds them"
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 

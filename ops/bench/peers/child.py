@@ -1,4 +1,6 @@
-"""One peer in a process of its own, so that its memory and threads are its own: `python -m ops.bench.peers.child`.
+"""One peer in a process of its own, so that its memory and threads are its own.
+
+Run as `python -m kvferry.ops.bench.peers.child`.
 
 Imports nothing of this project but `ops.bench.peers`, and that imports nothing but the standard library and the peer.
 """
@@ -14,7 +16,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from ops.bench.peers.spec import LoadPeer, Peer, PeerTask, PeerTimes, rss_mb
+from kvferry.ops.bench.peers.spec import LoadPeer, Peer, PeerTask, PeerTimes, rss_mb
 
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai", "llamacpp": "xllamacpp"}
 """Peers by name, and the package that each is."""
@@ -34,7 +36,7 @@ def main() -> int:
         sys.stdout.write(json.dumps(found) + "\n")
         return 0
     try:
-        load: LoadPeer = import_module(f"ops.bench.peers.{args.peer}_peer").load
+        load: LoadPeer = import_module(f"kvferry.ops.bench.peers.{args.peer}_peer").load
         result = asdict(measure(load, PeerTask.from_json(args.task), args.started))
     except Exception as error:  # noqa: BLE001 - whatever a peer raises is the reason why it has no figures
         result = {"error": " ".join(f"{type(error).__name__}: {error}".split())}

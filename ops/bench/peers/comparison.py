@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ops.bench.report import EngineReport, PeerReport, Rate
+from kvferry.ops.bench.report import EngineReport, PeerReport, Rate
 
 PREFILL_FACTOR = 1.05
 DECODE_FACTORS = {"1": 0.95, "8": 1.1, "32": 1.15}

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import xllamacpp
 
-from ops.bench.peers.spec import PeerTask
+from kvferry.ops.bench.peers.spec import PeerTask
 
 _MS = 1000.0
 _SPARE = 32

@@ -7,7 +7,7 @@ from itertools import count
 import openvino
 import openvino_genai
 
-from ops.bench.peers.spec import PeerTask
+from kvferry.ops.bench.peers.spec import PeerTask
 
 _BLOCK_SIZE = 32
 _MOST_TOKENS = 1 << 14

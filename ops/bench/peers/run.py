@@ -11,12 +11,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.errors import ConfigError
-from ops.bench.peers.child import PACKAGES
-from ops.bench.peers.gguf_copy import copy_gguf
-from ops.bench.peers.spec import PeerTask, PeerTimes
+from kvferry.common.errors import ConfigError
+from kvferry.common.python_command import python_command
+from kvferry.ops.bench.peers.child import PACKAGES
+from kvferry.ops.bench.peers.gguf_copy import copy_gguf
+from kvferry.ops.bench.peers.spec import PeerTask, PeerTimes
 
-_PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 _FIND_S = 60.0
 _MEASURE_S = 1800.0
 _LONGEST_REASON = 300
@@ -105,9 +105,8 @@ def _with_own_weights(name: str, task: PeerTask, work: Path) -> PeerTask:
 
 
 def _run(python: str, words: Sequence[str], timeout_s: float, threads: int = 1) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(_PACKAGE_ROOT)}
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    command = (python, "-m", "ops.bench.peers.child", *words)
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    command = python_command("kvferry.ops.bench.peers.child", *words, python=python)
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment, check=False)
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from ops.bench.peers.spec import PeerTask
+from kvferry.ops.bench.peers.spec import PeerTask
 
 
 class TransformersPeer:

@@ -1,4 +1,4 @@
-"""How many tokens a second the client of `kvferry bench serve` can take: `python -m ops.bench.serve.ceiling`.
+"""How many tokens a second the client of `kvferry bench serve` can take: `python -m kvferry.ops.bench.serve.ceiling`.
 
 Another process streams ready-made events, one a token and each stream in turn; there is no model. The ceiling follows
 from the client's CPU time a token: 6 to 12 us on two busy cores of an AMD EPYC, so some 100,000 tokens a second. A run
@@ -10,9 +10,10 @@ import asyncio
 import subprocess
 import sys
 
-from ops.bench.serve.load import Load
-from ops.bench.serve.run import ServeBench, measure
-from ops.cli.numbers import positive
+from kvferry.common.python_command import python_command
+from kvferry.ops.bench.serve.load import Load
+from kvferry.ops.bench.serve.run import ServeBench, measure
+from kvferry.ops.cli.numbers import positive
 
 _TOKENS = 2000
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -28,7 +29,7 @@ def main() -> int:
     if args.server:
         asyncio.run(_serve())
         return 0
-    command = (sys.executable, "-m", "ops.bench.serve.ceiling", "--server")
+    command = python_command("kvferry.ops.bench.serve.ceiling", "--server")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:

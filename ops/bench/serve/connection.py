@@ -6,8 +6,8 @@ import ssl
 import time
 from collections.abc import Callable
 
-from ops.bench.serve.response import MalformedAnswerError, ResponseReader
-from ops.target import Target
+from kvferry.ops.bench.serve.response import MalformedAnswerError, ResponseReader
+from kvferry.ops.target import Target
 
 OnBody = Callable[[float, bytes], None]
 """Called with seconds of the monotonic clock and the bytes of the body that came then."""

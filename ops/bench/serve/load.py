@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ops.bench.serve.request import Outcome, Requester
+from kvferry.ops.bench.serve.request import Outcome, Requester
 
 OnEnd = Callable[[Outcome], object]
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ops.bench.serve.load import Load
-from ops.bench.serve.request import Outcome
-from ops.counted import counted
+from kvferry.ops.bench.serve.load import Load
+from kvferry.ops.bench.serve.request import Outcome
+from kvferry.ops.counted import counted
 
 _MS = 1000.0
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from ops.bench.serve.connection import Connection, CutOffError
-from ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
-from ops.bench.serve.response import EventSplitter, MalformedAnswerError
-from ops.counted import counted
-from ops.target import Target, why_unreachable
+from kvferry.ops.bench.serve.connection import Connection, CutOffError
+from kvferry.ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
+from kvferry.ops.bench.serve.response import EventSplitter, MalformedAnswerError
+from kvferry.ops.counted import counted
+from kvferry.ops.target import Target, why_unreachable
 
 _OK = 200
 

@@ -1,7 +1,7 @@
 """A measurement of a running server from beginning to end: what it speaks, a first request, a warm-up, then the load.
 
 The client is one process with one event loop, and has neither an HTTP library nor a task for a token. Its own ceiling
-is what `python -m ops.bench.serve.ceiling` prints; the report's `client` says how much of a core a run took.
+is what `python -m kvferry.ops.bench.serve.ceiling` prints; the report's `client` says how much of a core a run took.
 """
 
 import asyncio
@@ -11,15 +11,15 @@ from typing import Literal
 
 import orjson
 
-from common.errors import ConfigError, KvferryError
-from ops.bench.serve.connection import Connection, CutOffError
-from ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
-from ops.bench.serve.load import Load, OnEnd, prompts, run_load
-from ops.bench.serve.report import Frame, ServeReport, make_report
-from ops.bench.serve.request import Requester, words_of
-from ops.bench.serve.response import MalformedAnswerError
-from ops.counted import counted
-from ops.target import Target, parse_url, refusal, unreachable
+from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.ops.bench.serve.connection import Connection, CutOffError
+from kvferry.ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
+from kvferry.ops.bench.serve.load import Load, OnEnd, prompts, run_load
+from kvferry.ops.bench.serve.report import Frame, ServeReport, make_report
+from kvferry.ops.bench.serve.request import Requester, words_of
+from kvferry.ops.bench.serve.response import MalformedAnswerError
+from kvferry.ops.counted import counted
+from kvferry.ops.target import Target, parse_url, refusal, unreachable
 
 Api = Literal["auto", "infer", "openai"]
 

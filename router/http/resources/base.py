@@ -5,7 +5,7 @@ from typing import cast
 import orjson
 from falcon.asgi import Request, Response
 
-from router.http.exchange import SCOPE_KEY, Exchange
+from kvferry.router.http.exchange import SCOPE_KEY, Exchange
 
 
 def exchange_of(req: Request) -> Exchange:

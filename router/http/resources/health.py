@@ -5,10 +5,10 @@ Live: this worker answers. Ready: a request would be served now; else 503 and wh
 
 from falcon.asgi import Request, Response
 
-from common.errors import UnavailableError
-from router.http.dependencies import AppDependencies
-from router.http.infer_flow import known_model
-from router.http.resources.base import GetResource, answer_json
+from kvferry.common.errors import UnavailableError
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.infer_flow import known_model
+from kvferry.router.http.resources.base import GetResource, answer_json
 
 
 class LiveResource(GetResource):

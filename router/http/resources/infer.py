@@ -2,12 +2,12 @@
 
 from falcon.asgi import Request, Response
 
-from router.http.accept import EVENT_STREAM, wants_event_stream
-from router.http.dependencies import AppDependencies
-from router.http.infer_flow import collect, first_event, start_infer
-from router.http.resources.base import exchange_of
-from router.http.schemas import infer_answer
-from router.http.sse import EventStream
+from kvferry.router.http.accept import EVENT_STREAM, wants_event_stream
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.infer_flow import collect, first_event, start_infer
+from kvferry.router.http.resources.base import exchange_of
+from kvferry.router.http.schemas import infer_answer
+from kvferry.router.http.sse import EventStream
 
 
 class InferResource:

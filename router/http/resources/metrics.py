@@ -4,9 +4,9 @@ import asyncio
 
 from falcon.asgi import Request, Response
 
-from router.http.dependencies import AppDependencies
-from router.http.metrics import CONTENT_TYPE
-from router.http.resources.base import GetResource
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.metrics import CONTENT_TYPE
+from kvferry.router.http.resources.base import GetResource
 
 
 class MetricsResource(GetResource):

@@ -2,11 +2,11 @@
 
 from falcon.asgi import Request, Response
 
-from router.http.checks import max_prompt_tokens
-from router.http.dependencies import AppDependencies
-from router.http.infer_flow import known_model
-from router.http.resources.base import GetResource, answer_json
-from router.http.schemas import DATATYPE, DEFAULT_OUTPUT_NAME
+from kvferry.router.http.checks import max_prompt_tokens
+from kvferry.router.http.dependencies import AppDependencies
+from kvferry.router.http.infer_flow import known_model
+from kvferry.router.http.resources.base import GetResource, answer_json
+from kvferry.router.http.schemas import DATATYPE, DEFAULT_OUTPUT_NAME
 
 EXTENSIONS = ("model_configuration", "parameters", "schedule_policy")
 """Of the v2 protocol, as far as they are served."""
