@@ -1,8 +1,8 @@
 """What keys cost ferried KV: bytes through the KV sockets with CURVE and without, over tcp on loopback, in one run.
 
 Run as `python -m kvferry.ops.bench.keys`. Both ends are in this process, each with a ZeroMQ context and so an IO thread
-of its own: it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover sends
-them.
+of its own: it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover
+sends them.
 """
 
 import argparse

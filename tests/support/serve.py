@@ -248,7 +248,7 @@ def assert_port_is_free(port: int) -> None:
 def _name(command: list[str]) -> str:
     if "kvferry.ops.launcher.proxy_main" in command:
         return "proxy"
-    if "gunicorn" in command:
+    if "kvferry.ops.launcher.gunicorn_main" in command:
         return "router"
     found = _NODE.search(" ".join(command))
     return found[1] if found else ""
