@@ -44,8 +44,8 @@ IMPORTED := torch, gguf, tokenizers, falcon.asgi, gunicorn.app.wsgiapp, uvicorn_
 unexport PYTHONDONTWRITEBYTECODE
 
 # The tests of the pure cores: one process, no socket, no model.
-CORE_TESTS := tests/simulation tests/unit/test_core_*.py tests/unit/test_scheduling_*.py tests/unit/test_kv_block_pool.py \
-	tests/unit/test_kv_hashing.py tests/property/test_scheduling_*.py tests/property/test_kv_block_pool_*.py
+CORE_TESTS := tests/simulation tests/unit/common/cluster tests/unit/common/scheduling tests/unit/common/kv tests/unit/prefill_node \
+	tests/unit/decode_node tests/unit/router/core tests/unit/ops/test_colocated.py tests/property/test_scheduling_*.py tests/property/test_kv_block_pool_*.py
 
 .PHONY: setup model native demo serve check test chaos soak torture coverage test-npu clean clean-cache
 

@@ -12,11 +12,11 @@ def run_role(config: ClusterConfig, role: Role) -> int:
     """Serve a node of this role until told to end; the exit code."""
     match role:
         case "prefill":
-            from kvferry.prefill_node.main import run
+            from kvferry.prefill_node.node import run
         case "decode":
-            from kvferry.decode_node.main import run
+            from kvferry.decode_node.node import run
         case "unsplit":
-            from kvferry.ops.unsplit_node import run
+            from kvferry.ops.colocated_node import run
     return run(config)
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.checks import model_name
 from kvferry.common.config.schema import ClusterConfig
-from kvferry.common.errors import ConfigError
-from kvferry.common.models.outside_check import check_model_files
+from kvferry.common.models.checkpoint_precheck import check_model_files
 from kvferry.ops import model_store
 
 

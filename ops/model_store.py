@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from kvferry.common.cache import cache_dir
-from kvferry.common.errors import KvferryError
+from kvferry.common.base.cache import cache_dir
+from kvferry.common.base.errors import KvferryError
 
 MODEL_NAME = "smollm2-135m-instruct"
 """What it is called in URLs."""

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from kvferry.common.ids import RequestId
-from kvferry.common.model_info import ModelInfo
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.base.ids import RequestId
+from kvferry.common.protocol.model_info import ModelInfo
+from kvferry.common.protocol.sampling_params import SamplingParams
 
 Outcome = Literal["stop", "length", "timeout", "cancelled", "error"]
 """How a request ended; decided once, by the router worker."""

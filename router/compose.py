@@ -8,12 +8,15 @@ import threading
 
 from prometheus_client import CollectorRegistry
 
-from kvferry.common.clock import MonotonicClock
+from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.config.endpoints import with_key
 from kvferry.common.config.schema import ClusterConfig
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.security import load_security
-from kvferry.router.app import AppDependencies, create_app
+from kvferry.router.http.app import (
+    AppDependencies,
+    create_app,
+)
 from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.shell import AsgiShell
 from kvferry.router.service import RouterService, ServiceSettings

@@ -1,4 +1,6 @@
-"""The router worker's shell: performs what the core decides, in one asyncio loop. Implements `router.api.TokenService`.
+"""A client's end of one request: a queue of its events in the worker's loop. Decides nothing.
+
+The router worker's shell: performs what the core decides, in one asyncio loop. Implements `router.api.TokenService`.
 
 Started after the fork, in the worker's own loop: its incarnation, sockets and context are nobody else's.
 """
@@ -6,27 +8,71 @@ Started after the fork, in the worker's own loop: its incarnation, sockets and c
 import asyncio
 import logging
 import random
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvferry.common.clock import Clock
+from kvferry.common.base.clock import Clock
+from kvferry.common.base.errors import UnavailableError
+from kvferry.common.base.ids import (
+    RequestId,
+    new_incarnation,
+)
+from kvferry.common.cluster.actions import (
+    BindPeer,
+    CloseLink,
+    OpenLink,
+    Probe,
+    ResetLink,
+    Send,
+    SendHello,
+)
+from kvferry.common.cluster.events import (
+    Announced,
+    Event,
+    Tick,
+)
+from kvferry.common.cluster.links import LinkState
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import UnavailableError
-from kvferry.common.ids import RequestId, new_incarnation
-from kvferry.common.model_info import ModelInfo
 from kvferry.common.protocol.messages import Announce, Envelope
-from kvferry.common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
-from kvferry.common.state.events import Announced, Event, Tick
-from kvferry.common.state.links import LinkState
+from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.transport.announce import AnnouncementListener
 from kvferry.common.transport.async_receiver import AsyncReceiver
+from kvferry.common.transport.async_watcher import AsyncWatcher
 from kvferry.common.transport.client_links import ClientLinks
 from kvferry.common.transport.context import TransportContext
-from kvferry.router.api import GenerateRequest, NodeState, NodeStatus, ServiceCounts, TokenStream
-from kvferry.router.async_watcher import AsyncWatcher
-from kvferry.router.core.core import RouterCore
+from kvferry.router.api import EndEvent, GenerateRequest, NodeState, NodeStatus, ServiceCounts, StreamEvent, TokenStream
 from kvferry.router.core.effects import Deliver, Effect, Finish
-from kvferry.router.stream import QueuedStream
+from kvferry.router.core.router_core import RouterCore
+
+
+class QueuedStream:
+    """The TokenStream that the service hands out. Events are put by the service, taken by one reader."""
+
+    def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId, str], None]) -> None:
+        self.request_id = request_id
+        self._on_cancel = on_cancel
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._ended = False
+
+    def put(self, event: StreamEvent) -> None:
+        """Add an event; nothing may follow an EndEvent."""
+        self._events.put_nowait(event)
+        self._ended = self._ended or isinstance(event, EndEvent)
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        """Yield the events up to the end, in order."""
+        while True:
+            event = await self._events.get()
+            yield event
+            if isinstance(event, EndEvent):
+                return
+
+    def cancel(self, reason: str) -> None:
+        """Stop the request; no effect once it has ended."""
+        if not self._ended:
+            self._on_cancel(self.request_id, reason)
+
 
 TICK_S = 0.05
 LAST_WORD_S = 0.05

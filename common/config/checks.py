@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import node_counts, resolve_node
 from kvferry.common.config.schema import ROLES, ClusterConfig, RoleConfig
-from kvferry.common.config.shown import shown
-from kvferry.common.errors import ConfigError
+from kvferry.common.config.toml import shown
 
 _MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s", "new_wait_s"}
 _IN_ORDER = (

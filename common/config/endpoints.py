@@ -7,8 +7,8 @@ have. So who connects knows, wherever the endpoint came from. Pure; resolves no 
 import ipaddress
 from typing import NamedTuple
 
-from kvferry.common.config.shown import shown
-from kvferry.common.errors import ConfigError
+from kvferry.common.base.errors import ConfigError
+from kvferry.common.config.toml import shown
 
 SCHEMES = ("tcp", "ipc", "inproc")
 KEY_DIGITS = 64

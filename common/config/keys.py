@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.endpoints import is_key
-from kvferry.common.errors import ConfigError
 
 KeyRole = Literal["node", "router"]
 ROLES: tuple[KeyRole, ...] = get_args(KeyRole)

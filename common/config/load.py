@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.checks import check_config
 from kvferry.common.config.docs import section_keys
 from kvferry.common.config.schema import ClusterConfig, section_types
-from kvferry.common.config.shown import shown
-from kvferry.common.config.toml import TomlValue, toml_value
-from kvferry.common.errors import ConfigError
+from kvferry.common.config.toml import TomlValue, shown, toml_value
 
 Tables = dict[str, dict[str, TomlValue]]
 """section -> key -> value, as TOML gives it."""

@@ -1,4 +1,7 @@
-"""Writing the little TOML that a configuration needs (the standard library only reads it). Pure."""
+"""Writing the little TOML that a configuration needs (the standard library only reads it). Pure.
+
+How a text that somebody else wrote is shown in an error: on one line, and short. Pure.
+"""
 
 import json
 from collections.abc import Sequence
@@ -17,3 +20,12 @@ def toml_value(value: TomlValue) -> str:
     if isinstance(value, int | float):
         return repr(value)
     return "[" + ", ".join(toml_value(item) for item in value) + "]"
+
+
+_MOST_CHARS = 60
+
+
+def shown(text: str, most_chars: int = _MOST_CHARS) -> str:
+    """The text, cut, with what cannot be printed as escapes."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= most_chars else text[:most_chars] + "..."

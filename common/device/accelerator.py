@@ -12,11 +12,11 @@ from typing import Generic, Protocol
 import torch
 from torch import Tensor
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.device.base import Group, KvTensorSpec, MakeGroup, Ops, Store
 from kvferry.common.device.graphs import Graphs
 from kvferry.common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
 from kvferry.common.device.streams import Stream, StreamApi
-from kvferry.common.errors import ConfigError
 
 
 class AcceleratorApi(StreamApi[Stream], Protocol[Stream]):

@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 
+from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.accelerator import Accelerator, CacheRules
 from kvferry.common.device.base import Device, DeviceProbe, Group, Store
 from kvferry.common.device.graphs import AcceleratorGraphs, Step
 from kvferry.common.device.torch_ops import TorchOps
-from kvferry.common.errors import DeviceUnavailableError
 
 _RULES = CacheRules(alignment=512, block_size_multiple=16, block_size_max=1024)
 """The ops are plain tensor code, so these are choices: the allocator's granularity, and blocks worth a gather."""

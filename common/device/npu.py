@@ -12,12 +12,16 @@ from types import ModuleType
 
 import torch
 
+from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.accelerator import Accelerator, CacheRules
 from kvferry.common.device.base import Device, DeviceProbe, Group, Store
 from kvferry.common.device.graphs import AcceleratorGraphs, Graphs
 from kvferry.common.device.npu_graphs import NpuRecorder
-from kvferry.common.device.npu_ops import NpuOps, causal_mask, npu_features
-from kvferry.common.errors import DeviceUnavailableError
+from kvferry.common.device.npu_ops import (
+    NpuOps,
+    causal_mask,
+    npu_features,
+)
 
 _RULES = CacheRules(alignment=2 << 20, block_size_multiple=128, block_size_max=512)
 _GRAPHS_MOST_TOKENS = 1 << 20

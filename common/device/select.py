@@ -7,8 +7,8 @@ there, so `auto` does not raise.
 import logging
 from typing import Literal
 
+from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.base import Device, DeviceProbe
-from kvferry.common.errors import DeviceUnavailableError
 
 _LOG = logging.getLogger("kvferry.device")
 

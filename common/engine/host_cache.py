@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.device.base import Device
 from kvferry.common.engine.kv_cache import KvCache
-from kvferry.common.errors import InvariantError
 
 
 class HostCache:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.device.base import Device, KvTensorSpec
-from kvferry.common.errors import InvariantError
 
 
 def bytes_per_token(specs: Sequence[KvTensorSpec], num_layers: int) -> int:

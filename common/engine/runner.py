@@ -17,7 +17,7 @@ from kvferry.common.engine.sampler import SampleResult
 from kvferry.common.engine.staging import Staging
 from kvferry.common.models.causal_lm import CausalLM
 from kvferry.common.parallel.collectives import ALONE, Collectives
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 
 LayersDone = Callable[[int], None]

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.engine import sampling_math
 from kvferry.common.engine.sampling_math import DrawParams
-from kvferry.common.errors import InvariantError
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 
 Fetch = Callable[[Sequence[Tensor]], list[Tensor]]
 """Brings tensors to the host; they are there when it returns. `common.engine.staging.Landing` has the fast one."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.kv.hashing import chain_bytes, root, token_bytes
 from kvferry.common.kv.prefix_cache import Content, PrefixCache
 

@@ -4,7 +4,7 @@ Host blocks have ids of their own and the size of the device's. A block is free 
 is nothing shared and nothing cached here.
 """
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 
 
 class HostPool:

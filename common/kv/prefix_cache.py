@@ -6,7 +6,7 @@ Every published block is in the index; it is in the LRU order too while nobody h
 from collections import OrderedDict
 from typing import NamedTuple
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 
 
 class Content(NamedTuple):

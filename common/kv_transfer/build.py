@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
-from kvferry.common.ids import Incarnation
 from kvferry.common.kv_transfer.interface import BlockBytes, Post
 from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover

@@ -9,8 +9,8 @@ import zlib
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import TransferKey
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import TransferKey
 from kvferry.common.kv_transfer.interface import BlockBytes
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.protocol.wire import Frame

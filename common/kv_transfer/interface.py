@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.common.clock import Clock
-from kvferry.common.config.protocol import Limits
-from kvferry.common.ids import Incarnation, TransferKey
-from kvferry.common.protocol.messages import Piece
-from kvferry.common.state.events import (
+from kvferry.common.base.clock import Clock
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.events import (
     KvFailed,
     KvSendFailed,
     PieceArrived,
@@ -26,6 +27,8 @@ from kvferry.common.state.events import (
     PiecesStopped,
     SessionClosed,
 )
+from kvferry.common.config.protocol import Limits
+from kvferry.common.protocol.messages import Piece
 
 KvEvent = PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed | KvFailed
 Post = Callable[[KvEvent], None]

@@ -8,8 +8,11 @@ own window and holds up no other. A piece for staging slots waits until one of i
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
 from kvferry.common.kv_transfer.slot_writes import SlotWrites
 from kvferry.common.protocol.messages import Piece
 

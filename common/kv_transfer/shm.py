@@ -16,8 +16,8 @@ import os
 import struct
 from dataclasses import dataclass
 
-from kvferry.common.errors import ConfigError
-from kvferry.common.ids import Incarnation
+from kvferry.common.base.errors import ConfigError
+from kvferry.common.base.ids import Incarnation
 
 _LOG = logging.getLogger("kvferry.kv")
 SCHEME = "shm://"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import TransferKey
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import TransferKey
 
 
 class _Use(Enum):

@@ -5,7 +5,7 @@ Which slot is whose is decided elsewhere (`common.state.staging_slots`); here ar
 
 from typing import Protocol
 
-from kvferry.common.ids import Incarnation
+from kvferry.common.base.ids import Incarnation
 
 
 class SlotMemory(Protocol):

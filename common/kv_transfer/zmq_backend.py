@@ -11,10 +11,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from kvferry.common.clock import Clock, MonotonicClock
+from kvferry.common.base.clock import (
+    Clock,
+    MonotonicClock,
+)
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.events import (
+    KvFailed,
+    KvSendFailed,
+    PiecesStopped,
+    SessionClosed,
+)
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import Incarnation, TransferKey
 from kvferry.common.kv_transfer.expectations import Expectations
 from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd, Post
 from kvferry.common.kv_transfer.send_queue import Window
@@ -22,14 +34,16 @@ from kvferry.common.kv_transfer.staging import NoReach, NoSlots, SlotMemory, Slo
 from kvferry.common.kv_transfer.zmq_receiver import ZmqReceiver
 from kvferry.common.kv_transfer.zmq_sender import ZmqSender
 from kvferry.common.protocol.messages import Piece
-from kvferry.common.state.events import KvFailed, KvSendFailed, PiecesStopped, SessionClosed
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.monitor import LinkMonitor
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import DEFAULT_TIMERS, SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.transport.waker import (
+    Inbox,
+    Wakeup,
+)
 
 _LOG = logging.getLogger("kvferry.kv")
 WINDOW = Window(num_bytes=16_777_216, num_pieces=32, stall_s=5.0)

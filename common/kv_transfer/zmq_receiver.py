@@ -7,14 +7,17 @@ from collections import Counter
 
 import msgspec
 
-from kvferry.common.errors import ProtocolError
-from kvferry.common.ids import Incarnation
+from kvferry.common.base.errors import ProtocolError
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.events import (
+    PieceArrived,
+    PieceBad,
+)
 from kvferry.common.kv_transfer.expectations import Expectations, Verdict
 from kvferry.common.kv_transfer.interface import KvEnd
 from kvferry.common.kv_transfer.staging import SlotMemory
 from kvferry.common.protocol.messages import Credit, Envelope, Piece
 from kvferry.common.protocol.wire import Frame, decode, encode
-from kvferry.common.state.events import PieceArrived, PieceBad
 from kvferry.common.transport.node_socket import NodeSocket
 
 BATCH = 8

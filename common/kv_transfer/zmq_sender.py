@@ -12,14 +12,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.common.errors import ConfigError, OutOfSocketsError, ProtocolError
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.errors import (
+    ConfigError,
+    OutOfSocketsError,
+    ProtocolError,
+)
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.events import (
+    KvSendFailed,
+    PieceSent,
+    PiecesStopped,
+)
 from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd
 from kvferry.common.kv_transfer.send_queue import Outgoing, SendQueue, Window
 from kvferry.common.kv_transfer.staging import SlotReach
 from kvferry.common.protocol.messages import Credit, Envelope, Piece
 from kvferry.common.protocol.wire import decode, encode
-from kvferry.common.state.events import KvSendFailed, PieceSent, PiecesStopped
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.monitor import LinkEvent, LinkMonitor, connect_watched
 from kvferry.common.transport.poll_loop import PollLoop

@@ -1,6 +1,6 @@
 """Which architectures can be served, by name alone: no torch, so that a launcher can ask. Classes: `registry`."""
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.settings import Settings
 
 _KNOWN = frozenset({

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvferry.common.device.base import KvTensorSpec, Linear, Ops
 from kvferry.common.models.config import ModelConfig
 from kvferry.common.models.loader import WeightLoader
-from kvferry.common.models.step import ModelStep
+from kvferry.common.models.rope import ModelStep
 
 
 class Attention(Protocol):

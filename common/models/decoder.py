@@ -29,8 +29,7 @@ from kvferry.common.models.latent_attention import LatentAttention
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.mlp import GatedMlp, Mlp, load_mlp
 from kvferry.common.models.moe import MoeMlp
-from kvferry.common.models.rope import cos_sin, inverse_frequencies
-from kvferry.common.models.step import ModelStep
+from kvferry.common.models.rope import ModelStep, cos_sin, inverse_frequencies
 from kvferry.common.models.weights import ROPE_FACTORS, TrackedWeights
 from kvferry.common.parallel.collectives import ALONE, Collectives
 from kvferry.common.parallel.shard import WHOLE, Shard

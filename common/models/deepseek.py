@@ -7,7 +7,7 @@ layers for multi-token prediction, which V3 checkpoints carry, are not loaded: t
 from dataclasses import replace
 from typing import Literal
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.config import MlaConfig, ModelConfig, MoeConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.config import ModelConfig, RopeConfig
 from kvferry.common.models.settings import Settings
 from kvferry.common.tokenizer.gguf_header import GgufHeader

@@ -1,9 +1,29 @@
-"""Which files of a HuggingFace directory hold its weights. Reads none of them; no torch."""
+"""Reads a checkpoint's JSON files; every way to fail is a ModelLoadError.
+
+Which files of a HuggingFace directory hold its weights. Reads none of them; no torch.
+"""
 
 from pathlib import Path
 
-from kvferry.common.errors import ModelLoadError
-from kvferry.common.models.json_file import read_json
+import orjson
+
+from kvferry.common.base.errors import ModelLoadError
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file. Raises ModelLoadError when it is missing or is something else."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path.name} is missing in {path.parent}") from None
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    except orjson.JSONDecodeError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds no JSON object")
+    return value
+
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.architectures import architecture_of
 from kvferry.common.models.config import ModelConfig, RopeConfig
 from kvferry.common.models.family import HfSettings

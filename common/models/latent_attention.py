@@ -14,7 +14,7 @@ from torch import Tensor
 from kvferry.common.device.base import KvTensorSpec, Linear, Ops, PerHead
 from kvferry.common.models.config import MlaConfig, ModelConfig
 from kvferry.common.models.loader import WeightLoader, joined
-from kvferry.common.models.step import ModelStep
+from kvferry.common.models.rope import ModelStep
 
 _LATENT_EPS = 1e-6
 """Of the norms of the latents; the configuration's own is for the other norms."""

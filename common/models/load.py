@@ -1,4 +1,7 @@
-"""From a path to a model on a device: a HuggingFace directory or a GGUF file. The one place that reads checkpoints."""
+"""Reads config.json and generation_config.json of a HuggingFace directory, each family's by its own reader.
+
+From a path to a model on a device: a HuggingFace directory or a GGUF file. The one place that reads checkpoints.
+"""
 
 import hashlib
 import sys
@@ -11,24 +14,41 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.device.base import Device, KvTensorSpec
 from kvferry.common.device.quantize import WeightScheme
-from kvferry.common.errors import ModelLoadError
-from kvferry.common.model_info import ModelInfo
+from kvferry.common.models.architectures import architecture_of
 from kvferry.common.models.causal_lm import CausalLM
 from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.family import HfSettings
 from kvferry.common.models.footprint import Footprint, footprint
 from kvferry.common.models.gguf_config import read_gguf_config
-from kvferry.common.models.hf_config import read_hf_config
-from kvferry.common.models.hf_files import safetensors_files
+from kvferry.common.models.hf_files import read_json, safetensors_files
+from kvferry.common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES
 from kvferry.common.models.identity import model_identity
 from kvferry.common.models.packed_store import SUFFIX, PackedStore, open_store
 from kvferry.common.models.registry import family
+from kvferry.common.models.settings import Settings
 from kvferry.common.models.weights import TrackedWeights, WeightSource
 from kvferry.common.models.weights_gguf import GgufWeights
 from kvferry.common.models.weights_hf import HfWeights
 from kvferry.common.parallel.collectives import ALONE, Collectives
+from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.tokenizer.gguf_header import read_gguf_header
+
+
+def read_hf_config(directory: Path) -> ModelConfig:
+    """The configuration of a HuggingFace directory. Raises ModelLoadError, naming the setting.
+
+    A setting that the family's reader did not ask for, and that is not known as harmless, is refused.
+    """
+    settings = Settings(read_json(directory / "config.json"), "config.json")
+    generation_path = directory / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.exists() else {}
+    config = family(architecture_of(settings)).read_config(HfSettings(settings, generation))
+    settings.refuse_rest(HARMLESS, HARMLESS_PREFIXES)
+    return config
+
 
 DtypeName = Literal["float32", "bfloat16"]
 _DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

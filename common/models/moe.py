@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.device.base import Experts, Linear
-from kvferry.common.errors import ModelLoadError
 from kvferry.common.models.config import MoeConfig
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.mlp import Mlp, load_partial_mlp

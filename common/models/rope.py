@@ -2,15 +2,19 @@
 
 Formulas as published with the models: linear (position interpolation, arXiv:2306.15595), llama3 (Meta's Llama 3.1
 release), yarn (arXiv:2309.00071).
+
+What all layers share in one step of a model.
 """
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
+from kvferry.common.device.base import AttentionMetadata
 from kvferry.common.models.config import RopeConfig
 from kvferry.common.models.settings import Settings
 
@@ -118,3 +122,13 @@ def _yarn_frequencies(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     width = high - low if high != low else 0.001
     stretched_share = ((torch.arange(head_dim // 2).float() - low) / width).clamp(0, 1)
     return base / rope.factor * stretched_share + base * (1 - stretched_share)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStep:
+    """T tokens of a ragged batch."""
+
+    cos: Tensor
+    """[T, rotated size] float32, like `sin`."""
+    sin: Tensor
+    meta: AttentionMetadata

@@ -5,7 +5,7 @@ So a setting that this project does not know cannot be ignored by accident. Does
 
 from collections.abc import Iterable, Mapping
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 
 
 class Settings:

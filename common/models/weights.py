@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.packed_store import PackedStore
 
 ROPE_FACTORS = "rope_freqs.weight"

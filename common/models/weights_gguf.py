@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, dequantize
 from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.config import ModelConfig
 from kvferry.common.models.weights import ROPE_FACTORS, Part
 from kvferry.common.tokenizer.gguf_header import GgufHeader, GgufTensor

@@ -8,7 +8,7 @@ from typing import Self
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.hf_files import safetensors_files
 from kvferry.common.models.weights import Part
 

@@ -5,41 +5,57 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.common.clock import Clock
+from kvferry.common.base.clock import Clock
+from kvferry.common.base.errors import ConfigError
+from kvferry.common.base.ids import (
+    Incarnation,
+    new_incarnation,
+)
+from kvferry.common.cluster.clients import ClientTable
+from kvferry.common.cluster.events import Event
+from kvferry.common.cluster.node_core import (
+    NodeCore,
+    NodeIdentity,
+)
+from kvferry.common.cluster.node_role import Leg
 from kvferry.common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.device.base import Device
+from kvferry.common.engine.engine_thread import (
+    EngineThread,
+    StepRunner,
+)
 from kvferry.common.engine.host_cache import HostCache
 from kvferry.common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
 from kvferry.common.engine.runner import ModelRunner
 from kvferry.common.engine.sampler import Sampler
 from kvferry.common.engine.staging import Landing
-from kvferry.common.errors import ConfigError
-from kvferry.common.ids import Incarnation, new_incarnation
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.kv.shape import KvShape
 from kvferry.common.kv_transfer.build import make_mover
 from kvferry.common.kv_transfer.interface import KvMover
 from kvferry.common.kv_transfer.shm import host_prefix
-from kvferry.common.model_info import Compatibility, ModelInfo
 from kvferry.common.models.load import LoadedModel
-from kvferry.common.node.engine_thread import EngineThread, StepRunner
 from kvferry.common.node.graphs import GraphPlan, plan_graphs, record_graphs
-from kvferry.common.node.kv_memory import check_piece_bytes, kv_cache_bytes, swap_bytes
+from kvferry.common.node.memory import (
+    check_piece_bytes,
+    kv_cache_bytes,
+    swap_bytes,
+)
 from kvferry.common.node.shell import NodeParts, NodeShell
 from kvferry.common.parallel.collectives import ALONE
 from kvferry.common.protocol.messages import PROTOCOL_VERSION
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
 from kvferry.common.ranks.kv import RankedKvMover
 from kvferry.common.ranks.runner import LeadRunner
 from kvferry.common.ranks.team import RankTeam
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.state.clients import ClientTable
-from kvferry.common.state.events import Event
-from kvferry.common.state.leg import Leg
-from kvferry.common.state.node_core import NodeCore, NodeIdentity
-from kvferry.common.state.piece_plan import KvShape
+from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.common.transport.context import TransportContext
 
 

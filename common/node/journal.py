@@ -5,7 +5,7 @@ Never the contents: no token ids, no KV.
 
 import logging
 
-from kvferry.common.ids import Incarnation
+from kvferry.common.base.ids import Incarnation
 from kvferry.common.protocol.messages import (
     Beat,
     CommitRefused,

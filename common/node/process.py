@@ -16,15 +16,19 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.common.cache import cache_dir
-from kvferry.common.clock import MonotonicClock
+from kvferry.common.base.cache import cache_dir
+from kvferry.common.base.clock import MonotonicClock
+from kvferry.common.base.errors import (
+    KvferryError,
+    ModelLoadError,
+)
+from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.cluster.actions import ExitProcess
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import NodeSettings, resolve_node
 from kvferry.common.config.schema import ClusterConfig, Role
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.device.select import select_device
-from kvferry.common.errors import KvferryError, ModelLoadError
-from kvferry.common.long_lived import keep_what_is_loaded
 from kvferry.common.models.load import load_model
 from kvferry.common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
 from kvferry.common.node.memory import demand_memory
@@ -33,7 +37,6 @@ from kvferry.common.parallel.collectives import ALONE
 from kvferry.common.protocol.messages import Announce, Envelope
 from kvferry.common.ranks.messages import RankSpec
 from kvferry.common.ranks.team import RankTeam
-from kvferry.common.state.actions import ExitProcess
 from kvferry.common.transport.announce import Announcer
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.security import load_security

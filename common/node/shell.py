@@ -9,17 +9,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.common.clock import Clock
-from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import InvariantError, ProtocolError
-from kvferry.common.ids import Incarnation
-from kvferry.common.kv_transfer.interface import KvMover
-from kvferry.common.node.engine_thread import EngineThread
-from kvferry.common.node.journal import Journal
-from kvferry.common.node.poll_watcher import PollWatcher
-from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
-from kvferry.common.protocol.wire import decode, encode
-from kvferry.common.state.actions import (
+from kvferry.common.base.clock import Clock
+from kvferry.common.base.errors import (
+    InvariantError,
+    ProtocolError,
+)
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.actions import (
     Action,
     BindPeer,
     CloseKv,
@@ -38,14 +34,29 @@ from kvferry.common.state.actions import (
     SendPiece,
     StopPieces,
 )
-from kvferry.common.state.events import DrainRequested, Event, Received, Tick
-from kvferry.common.state.node_core import NodeCore
+from kvferry.common.cluster.events import (
+    DrainRequested,
+    Event,
+    Received,
+    Tick,
+)
+from kvferry.common.cluster.node_core import NodeCore
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.engine.engine_thread import EngineThread
+from kvferry.common.kv_transfer.interface import KvMover
+from kvferry.common.node.journal import Journal
+from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
+from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.client_links import ClientLinks
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.transport.poll_watcher import PollWatcher
+from kvferry.common.transport.waker import (
+    Inbox,
+    Wakeup,
+)
 
 TICK_S = 0.05
 MAX_RECEIVED_PER_TURN = 5000

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.device.base import Group
-from kvferry.common.errors import InvariantError
 from kvferry.common.parallel.shard import WHOLE, Shard
 
 

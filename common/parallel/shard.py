@@ -7,7 +7,7 @@ layer needs one sum over the ranks behind its attention and one behind its MLP.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.config import ModelConfig
 
 

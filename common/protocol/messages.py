@@ -10,10 +10,25 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from kvferry.common.ids import Incarnation, RequestId, TransferKey
-from kvferry.common.model_info import Compatibility, ModelInfo
-from kvferry.common.ranges import Count, Milliseconds, Pieces, Positions, Priority, TokenId, Uint32
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+    TransferKey,
+)
+from kvferry.common.base.ranges import (
+    Count,
+    Milliseconds,
+    Pieces,
+    Positions,
+    Priority,
+    TokenId,
+    Uint32,
+)
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.protocol.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
 """1: first version."""

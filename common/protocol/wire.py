@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import orjson
 
+from kvferry.common.base.errors import ProtocolError
+from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits
-from kvferry.common.errors import ProtocolError
-from kvferry.common.ids import Incarnation
 from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Envelope, Message, Piece
 
 Frame = bytes | memoryview

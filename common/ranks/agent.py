@@ -15,21 +15,35 @@ from typing import cast
 
 import msgspec
 
+from kvferry.common.base.errors import (
+    InvariantError,
+    KvferryError,
+)
+from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.base.log import setup_logging
+from kvferry.common.base.parent_death_signal import die_with_parent
+from kvferry.common.cluster.events import (
+    EngineFailed,
+    Event,
+    KvFailed,
+    KvSendFailed,
+    PieceArrived,
+    PieceBad,
+    PieceSent,
+    PiecesStopped,
+)
 from kvferry.common.config.endpoints import endpoint_of_rank
 from kvferry.common.device.base import Device
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.device.select import select_device
+from kvferry.common.engine.engine_thread import EngineThread
 from kvferry.common.engine.host_cache import HostCache
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.engine.runner import ModelRunner
-from kvferry.common.errors import InvariantError, KvferryError
-from kvferry.common.ids import Incarnation
 from kvferry.common.kv_transfer.build import make_mover
 from kvferry.common.kv_transfer.interface import KvMover
-from kvferry.common.log import setup_logging
-from kvferry.common.long_lived import keep_what_is_loaded
 from kvferry.common.models.load import DtypeName, LoadedModel, load_model
-from kvferry.common.node.engine_thread import EngineThread
 from kvferry.common.parallel.collectives import GroupCollectives
 from kvferry.common.parallel.group import join_store, meet
 from kvferry.common.parallel.shard import Shard
@@ -48,23 +62,15 @@ from kvferry.common.ranks.messages import (
     ToRank,
 )
 from kvferry.common.ranks.runner import SilentSampler
-from kvferry.common.state.events import (
-    EngineFailed,
-    Event,
-    KvFailed,
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-    PieceSent,
-    PiecesStopped,
-)
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.options import RANK_OPTIONS
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.rank_options import RANK_OPTIONS
 from kvferry.common.transport.security import load_security
-from kvferry.common.transport.wakeup import Inbox, Wakeup
-from kvferry.common.with_parent import die_with_parent
+from kvferry.common.transport.waker import (
+    Inbox,
+    Wakeup,
+)
 
 ENGINE_STOP_S = 2.0
 FLUSH_S = 0.01

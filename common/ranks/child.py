@@ -7,8 +7,11 @@ import subprocess
 
 import msgspec
 
-from kvferry.common.ids import Incarnation, new_incarnation
-from kvferry.common.python_command import python_command
+from kvferry.common.base.ids import (
+    Incarnation,
+    new_incarnation,
+)
+from kvferry.common.base.python_command import python_command
 from kvferry.common.ranks import messages
 from kvferry.common.ranks.messages import Outgoing, RankSpec, ToRank
 

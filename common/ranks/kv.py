@@ -3,13 +3,20 @@
 import threading
 from collections.abc import Callable
 
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.events import (
+    EngineFailed,
+    Event,
+    SessionClosed,
+)
 from kvferry.common.kv_transfer.interface import KvEvent, KvMover
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.ranks.messages import ClosePeer, ExpectKv, ForgetKv, OpenPeer, PieceHeader, SendKv, StopKv
 from kvferry.common.ranks.tally import PieceTally
 from kvferry.common.ranks.team import RankTeam
-from kvferry.common.state.events import EngineFailed, Event, SessionClosed
 
 Post = Callable[[Event], None]
 

@@ -9,11 +9,14 @@ from typing import Generic, TypeVar, get_origin
 
 import msgspec
 
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.config.schema import LogConfig, SecurityConfig
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import Incarnation, TransferKey
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.protocol.wire import Frame
 from kvferry.common.scheduling.step import StepPlan

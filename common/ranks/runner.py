@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvferry.common.engine.runner import LayersDone, ModelRunner
 from kvferry.common.engine.sampler import SampleResult
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import StepPlan, StepResult
 
 

@@ -6,11 +6,18 @@ when every rank has written its part; when one part is bad the piece is, as soon
 
 from dataclasses import dataclass, field
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import TransferKey
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import TransferKey
+from kvferry.common.cluster.events import (
+    KvFailed,
+    KvSendFailed,
+    PieceArrived,
+    PieceBad,
+    PieceSent,
+    PiecesStopped,
+)
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.protocol.messages import Piece
-from kvferry.common.state.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 
 
 @dataclass(slots=True)

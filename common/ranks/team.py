@@ -11,9 +11,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
+from kvferry.common.base.errors import (
+    InvariantError,
+    KvferryError,
+)
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.events import (
+    KvSendFailed,
+    PieceArrived,
+    PieceBad,
+    PieceSent,
+    PiecesStopped,
+)
 from kvferry.common.device.base import Device
-from kvferry.common.errors import InvariantError, KvferryError
-from kvferry.common.ids import Incarnation
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.parallel.collectives import GroupCollectives
 from kvferry.common.parallel.group import TCPStore, meet, open_store
@@ -33,13 +43,15 @@ from kvferry.common.ranks.messages import (
     ToRank,
 )
 from kvferry.common.scheduling.step import StepPlan
-from kvferry.common.state.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.node_socket import NodeSocket
-from kvferry.common.transport.outbox import SendResult
+from kvferry.common.transport.nonblocking import SendResult
+from kvferry.common.transport.options import RANK_OPTIONS
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.rank_options import RANK_OPTIONS
-from kvferry.common.transport.wakeup import Inbox, Wakeup
+from kvferry.common.transport.waker import (
+    Inbox,
+    Wakeup,
+)
 
 START_TIMEOUT_S = 600.0
 """Until a rank has loaded its part: the largest models take minutes."""

@@ -2,10 +2,9 @@
 
 from math import ceil
 
-from kvferry.common.errors import RequestInvalidError
+from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.kv.block_pool import BlockPool, BlockTable
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, Status
 from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.waiting_queue import PRIORITIES
 

@@ -4,7 +4,7 @@ What comes for a sequence that has ended is dropped: it was aborted, or the step
 ended it. Its blocks stay until the last step that names it is back.
 """
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.scheduling.events import (
     ChunkComputed,
@@ -15,8 +15,7 @@ from kvferry.common.scheduling.events import (
     Sampled,
     SchedulerEvent,
 )
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, Status
 from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
 from kvferry.common.scheduling.swapping import Swapping

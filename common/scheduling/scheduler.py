@@ -21,23 +21,27 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.common.errors import InvariantError, ProtocolError
+from kvferry.common.base.errors import (
+    InvariantError,
+    ProtocolError,
+)
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import Load
 from kvferry.common.scheduling.admission import AWAY, Admission
-from kvferry.common.scheduling.batch import Batch
 from kvferry.common.scheduling.events import SchedulerEvent
-from kvferry.common.scheduling.pace import Pace
-from kvferry.common.scheduling.planner import MayStart, Planner
+from kvferry.common.scheduling.preemption_policy import Room
 from kvferry.common.scheduling.results import Results, check_result
-from kvferry.common.scheduling.room import Room
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, Status
 from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.scheduling.step_builder import Batch
+from kvferry.common.scheduling.step_planner import (
+    MayStart,
+    Planner,
+)
 from kvferry.common.scheduling.swapping import Swapping
-from kvferry.common.scheduling.waiting_queue import WaitingQueue
+from kvferry.common.scheduling.waiting_queue import Pace, WaitingQueue
 
 
 class Scheduled(NamedTuple):

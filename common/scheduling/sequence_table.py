@@ -7,7 +7,7 @@ pinned: the engine may still write them, a transport may still read them.
 from array import array
 from collections.abc import Mapping
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status

@@ -7,13 +7,13 @@ sequence may be part of it. The host blocks are kept until that step has come ba
 What the prefix cache still has of it is taken from there and not copied.
 """
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
-from kvferry.common.scheduling.batch import Batch
 from kvferry.common.scheduling.sequence import Sequence, Status
 from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.step import BlockCopies, StepPlan
+from kvferry.common.scheduling.step_builder import Batch
 
 
 class Swapping:

@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 
 GgufValue = bool | int | float | str | list["GgufValue"]
 

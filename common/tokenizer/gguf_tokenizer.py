@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.tokenizer.gguf_header import GgufValue
 from kvferry.common.tokenizer.tokenizer import SpecialTokens, Tokenizer
 

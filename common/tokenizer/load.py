@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 from tokenizers import Tokenizer as Backend
 
-from kvferry.common.errors import ModelLoadError
+from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.tokenizer.gguf_header import read_gguf_header
 from kvferry.common.tokenizer.gguf_tokenizer import gguf_tokenizer
 from kvferry.common.tokenizer.tokenizer import SpecialTokens, Tokenizer

@@ -13,19 +13,31 @@ from dataclasses import replace
 
 import zmq
 
-from kvferry.common.clock import Clock, MonotonicClock
+from kvferry.common.base.clock import (
+    Clock,
+    MonotonicClock,
+)
+from kvferry.common.base.errors import (
+    ConfigError,
+    InvariantError,
+    ProtocolError,
+)
 from kvferry.common.config.endpoints import parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import ConfigError, InvariantError, ProtocolError
 from kvferry.common.protocol.messages import Announce, Envelope
 from kvferry.common.protocol.wire import decode, encode
-from kvferry.common.transport import nowait, options
-from kvferry.common.transport.channel import Channel
+from kvferry.common.transport import (
+    nonblocking as nowait,
+)
+from kvferry.common.transport import (
+    options,
+)
+from kvferry.common.transport.base_socket import OwnSocket
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
-from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 from kvferry.common.transport.options import SocketOptions
-from kvferry.common.transport.own_socket import OwnSocket
+from kvferry.common.transport.security_domain import Channel
 
 _LOG = logging.getLogger("kvferry.announce")
 FAILURES_TOLD = 3

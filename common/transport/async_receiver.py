@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.transport.link_socket import LinkSocket
 
 BATCH = 128

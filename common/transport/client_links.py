@@ -10,17 +10,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from kvferry.common.base.errors import (
+    ConfigError,
+    OutOfSocketsError,
+    ProtocolError,
+)
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.events import (
+    Event,
+    LinkClosed,
+    LinkConnected,
+    ProbeAnswered,
+    Received,
+)
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import ConfigError, OutOfSocketsError, ProtocolError
-from kvferry.common.ids import Incarnation
 from kvferry.common.protocol.messages import Envelope, Message
 from kvferry.common.protocol.wire import Frame, decode, encode
-from kvferry.common.state.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.monitor import LinkEvent, LinkMonitor, connect_watched
+from kvferry.common.transport.nonblocking import SendResult
 from kvferry.common.transport.options import SocketOptions
-from kvferry.common.transport.outbox import SendResult
 from kvferry.common.transport.probe import ProbeResult
 
 PROBE_TIMEOUT_S = 1.0

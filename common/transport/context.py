@@ -14,9 +14,12 @@ from collections.abc import Iterator
 
 import zmq
 
-from kvferry.common.errors import InvariantError, OutOfSocketsError
-from kvferry.common.transport.channel import Channel
+from kvferry.common.base.errors import (
+    InvariantError,
+    OutOfSocketsError,
+)
 from kvferry.common.transport.security import Security
+from kvferry.common.transport.security_domain import Channel
 from kvferry.common.transport.zap import ZapHandler
 
 _LOG = logging.getLogger("kvferry.security")

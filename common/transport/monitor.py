@@ -12,12 +12,12 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvferry.common.errors import OutOfSocketsError
-from kvferry.common.transport import nowait
+from kvferry.common.base.errors import OutOfSocketsError
+from kvferry.common.transport import nonblocking as nowait
+from kvferry.common.transport.base_socket import OwnSocket
 from kvferry.common.transport.context import TransportContext, making
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.nowait import RECEIVE_BATCH
-from kvferry.common.transport.own_socket import OwnSocket
+from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 
 
 class LinkEvent(Enum):

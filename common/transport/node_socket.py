@@ -10,16 +10,27 @@ from collections.abc import Iterator, Sequence
 
 import zmq
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import Incarnation, routing_id
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import (
+    Incarnation,
+    routing_id,
+)
 from kvferry.common.protocol.wire import Frame
-from kvferry.common.transport import nowait, options
+from kvferry.common.transport import (
+    nonblocking as nowait,
+)
+from kvferry.common.transport import (
+    options,
+)
+from kvferry.common.transport.base_socket import OwnSocket
 from kvferry.common.transport.context import TransportContext
-from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.transport.framing import pack
+from kvferry.common.transport.nonblocking import (
+    RECEIVE_BATCH,
+    Outbox,
+    SendResult,
+)
 from kvferry.common.transport.options import SocketOptions
-from kvferry.common.transport.outbox import Outbox, SendResult
-from kvferry.common.transport.own_socket import OwnSocket
-from kvferry.common.transport.parcel import pack
 
 _INCARNATION_BYTES = 16
 

@@ -1,17 +1,25 @@
-"""How every socket is set up: high-water marks, heartbeats, sizes, and which addresses may be bound. Opens nothing."""
+"""How every socket is set up: high-water marks, heartbeats, sizes, and which addresses may be bound. Opens nothing.
+
+How sockets between the ranks of one node are set up. They are processes of one host that live and die together.
+
+Whether a rank lives is told by its process, so no heartbeat ends a connection: a rank that was stopped for a while and
+goes on has lost no message.
+
+What the ZeroMQ library of this machine can do; for `kvferry doctor`. Opens nothing.
+"""
 
 import ipaddress
 from dataclasses import dataclass
 
 import zmq
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import ConfigError
-from kvferry.common.transport.channel import Channel
 from kvferry.common.transport.context import TransportContext
-from kvferry.common.transport.parcel import OVERHEAD_BYTES
+from kvferry.common.transport.framing import OVERHEAD_BYTES
 from kvferry.common.transport.probe import ProbeResult, probe
+from kvferry.common.transport.security_domain import Channel
 
 _IPC_PROBE_S = 0.5
 
@@ -195,3 +203,29 @@ def _is_ipv6(host: str) -> bool:
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+_NEVER_S = 1_000_000.0
+
+RANK_OPTIONS = SocketOptions(
+    high_water=100_000,
+    max_frame_bytes=268_435_456,
+    heartbeat_s=0.0,
+    heartbeat_timeout_s=_NEVER_S,
+    reconnect_min_s=0.01,
+    reconnect_max_s=0.1,
+)
+"""Plans and commands are small, and a rank that does not take them stops the node's engine, which is noticed."""
+
+
+_WANTED = ("curve", "ipc")
+
+
+def zmq_features() -> tuple[bool, str]:
+    """(whether all that may be wanted is there, one line about it)."""
+    missing = [name for name in _WANTED if not zmq.has(name)]
+    text = f"libzmq {zmq.zmq_version()}, pyzmq {zmq.pyzmq_version()}"
+    if missing:
+        advice = "; no keys: loopback only, or pyzmq's own wheel" if "curve" in missing else ""
+        return False, f"{text}, built without {' and '.join(missing)}{advice}"
+    return True, f"{text}, with {' and '.join(_WANTED)}: [security] can be used"

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import zmq
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 
 
 class Pollable(Protocol):

@@ -8,8 +8,8 @@ import contextlib
 import socket
 from enum import Enum
 
+from kvferry.common.base.run_with_timeout import within
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint
-from kvferry.common.within import within
 
 
 class ProbeResult(Enum):

@@ -9,14 +9,19 @@ from collections.abc import Callable
 
 import zmq
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.transport import nowait, options
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.transport import (
+    nonblocking as nowait,
+)
+from kvferry.common.transport import (
+    options,
+)
 from kvferry.common.transport.announce import ANNOUNCE_OPTIONS, MEMBERS_OPTIONS
 from kvferry.common.transport.context import TransportContext
-from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.security import Security
-from kvferry.common.transport.wakeup import Wakeup
+from kvferry.common.transport.waker import Wakeup
 
 PARENT_CHECK_S = 0.5
 """How soon the proxy notices that who started it is gone."""

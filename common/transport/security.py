@@ -10,11 +10,14 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from kvferry.common.base.errors import (
+    ConfigError,
+    InvariantError,
+)
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint, with_key
 from kvferry.common.config.keys import AllowedKeys, Key, KeyRole, read_secret
 from kvferry.common.config.schema import SecurityConfig
-from kvferry.common.errors import ConfigError, InvariantError
-from kvferry.common.transport.channel import Channel
+from kvferry.common.transport.security_domain import Channel
 
 _LOG = logging.getLogger("kvferry.security")
 

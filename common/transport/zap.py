@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import zmq
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.transport import nowait
-from kvferry.common.transport.nowait import RECEIVE_BATCH
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.transport import nonblocking as nowait
+from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.wakeup import Wakeup
+from kvferry.common.transport.waker import Wakeup
 
 ENDPOINT = "inproc://zeromq.zap.01"
 TOLD_MAX = 256

@@ -15,24 +15,31 @@ import msgspec
 import psutil
 import torch
 
+from kvferry.common.base.ids import new_incarnation
 from kvferry.common.device.base import Device
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.device.select import select_device
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.engine.runner import ModelRunner
 from kvferry.common.engine.sampler import Sampler
-from kvferry.common.ids import new_incarnation
 from kvferry.common.models.config import ModelConfig
 from kvferry.common.models.load import LoadedModel, load_model
 from kvferry.common.parallel.collectives import ALONE
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.ranks.runner import LeadRunner
 from kvferry.common.ranks.team import RankTeam
-from kvferry.common.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
-from kvferry.ops.bench.limits import MachineLimits, measure_limits, step_needs
+from kvferry.ops.bench.limits import (
+    MachineLimits,
+    measure_limits,
+    step_needs,
+)
 from kvferry.ops.bench.peers.run import PeerOutcome
 from kvferry.ops.bench.peers.spec import PeerTask
-from kvferry.ops.bench.progress import tell, told_cases
+from kvferry.ops.bench.progress import (
+    tell,
+    told_cases,
+)
 from kvferry.ops.bench.ranks import Weights, make_team
 from kvferry.ops.bench.report import EngineReport, Machine, PeerReport, Rate
 

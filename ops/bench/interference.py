@@ -20,17 +20,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.common.base.errors import (
+    ConfigError,
+    KvferryError,
+)
 from kvferry.ops.bench.serve.dialect import InferDialect
 from kvferry.ops.bench.serve.load import Load, prompts, run_load
 from kvferry.ops.bench.serve.report import Frame, ServeReport, Spread, make_report
 from kvferry.ops.bench.serve.request import Outcome, Requester
-from kvferry.ops.bench.serve.run import ServeBench, measure
+from kvferry.ops.bench.serve.run import (
+    ServeBench,
+    measure,
+)
 from kvferry.ops.cli.errors import DONE, report
 from kvferry.ops.cli.numbers import above_zero, positive, whole
+from kvferry.ops.cli.target import parse_url
 from kvferry.ops.launcher.started import started_cluster
 from kvferry.ops.model_choice import option_model
-from kvferry.ops.target import parse_url
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

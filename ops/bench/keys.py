@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from kvferry.common.base.ids import new_incarnation
 from kvferry.common.config.keys import AllowedKeys, key_line
 from kvferry.common.config.protocol import Limits
-from kvferry.common.ids import new_incarnation
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.node_socket import NodeSocket

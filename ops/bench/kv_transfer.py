@@ -16,14 +16,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+    TransferKey,
+)
+from kvferry.common.base.python_command import python_command
+from kvferry.common.cluster.events import (
+    KvSendFailed,
+    PieceArrived,
+    PieceBad,
+)
 from kvferry.common.config.protocol import Limits
-from kvferry.common.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.protocol.messages import Piece
-from kvferry.common.python_command import python_command
-from kvferry.common.state.events import KvSendFailed, PieceArrived, PieceBad
 from kvferry.common.transport.context import TransportContext
 from kvferry.ops.cli.numbers import positive
 

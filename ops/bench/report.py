@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvferry.ops.counted import counted
+from kvferry.ops.cli.pluralize import counted
 
 
 class Machine(msgspec.Struct, frozen=True):

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.common.ids import new_request_id
-from kvferry.common.model_info import ModelInfo
+from kvferry.common.base.ids import new_request_id
+from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.ops.cli.numbers import positive
-from kvferry.router.http.asgi import Message
-from kvferry.router.http.checks import check_infer
 from kvferry.router.http.document import read_document
-from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.exchange import Exchange, Message
+from kvferry.router.http.validation import check_infer
 
 CHUNK_BYTES = 65_536
 """About what an HTTP server hands over at a time."""

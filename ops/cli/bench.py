@@ -4,8 +4,8 @@ import argparse
 import os
 import sys
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.host import probe_host
-from kvferry.common.errors import ConfigError
 from kvferry.ops.cli import bench_perplexity, bench_serve
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.node import set_thread_variables
@@ -65,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
     from kvferry.ops import model_store
     from kvferry.ops.bench.engine import run_bench
     from kvferry.ops.bench.peers.comparison import compare, comparison_table
-    from kvferry.ops.bench.peers.run import installed, measure_peers
+    from kvferry.ops.bench.peers.run import (
+        installed,
+        measure_peers,
+    )
     from kvferry.ops.bench.ranks import Weights
     from kvferry.ops.bench.report import table
     from kvferry.ops.model_choice import option_model

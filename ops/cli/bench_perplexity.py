@@ -5,11 +5,14 @@ import os
 import sys
 from pathlib import Path
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.host import probe_host
-from kvferry.common.errors import ConfigError
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.node import set_thread_variables
-from kvferry.ops.cli.numbers import at_least, positive
+from kvferry.ops.cli.numbers import (
+    at_least,
+    positive,
+)
 
 DEFAULT_TEXT = Path(__file__).parents[1] / "bench" / "perplexity.txt"
 """Written for this, and never changed: only figures of the same text can be compared."""
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from kvferry.common.device.select import select_device
     from kvferry.common.tokenizer import load_tokenizer
     from kvferry.ops.bench.perplexity import run_perplexity, table
-    from kvferry.ops.counted import counted
+    from kvferry.ops.cli.pluralize import counted
     from kvferry.ops.model_choice import option_model
 
     path = option_model(args.model)

@@ -4,8 +4,8 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.load import load_config
-from kvferry.common.errors import ConfigError
 from kvferry.ops import model_store
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.sampling import new_tokens

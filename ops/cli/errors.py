@@ -8,7 +8,13 @@ import os
 import sys
 import traceback
 
-from kvferry.common.errors import ConfigError, DeviceUnavailableError, KvferryError, ModelLoadError, RequestInvalidError
+from kvferry.common.base.errors import (
+    ConfigError,
+    DeviceUnavailableError,
+    KvferryError,
+    ModelLoadError,
+    RequestInvalidError,
+)
 
 DEBUG_ENV = "KVFERRY_DEBUG"
 

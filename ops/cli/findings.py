@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvferry.common.cache import cache_dir
+from kvferry.common.base.cache import cache_dir
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.load import load_config
 from kvferry.common.config.resolve import default_kv_cache_bytes, nodes_on_host
@@ -131,7 +131,7 @@ def memory() -> Finding:
 def zeromq() -> Finding:
     """libzmq and whether it can encrypt."""
     try:
-        from kvferry.common.transport.features import zmq_features
+        from kvferry.common.transport.options import zmq_features
     except ImportError as error:
         return Finding("zeromq", False, f"cannot be looked at: {error}")
     return Finding("zeromq", *zmq_features())

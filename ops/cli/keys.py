@@ -4,8 +4,11 @@ import argparse
 import os
 from pathlib import Path
 
+from kvferry.common.base.errors import (
+    ConfigError,
+    KvferryError,
+)
 from kvferry.common.config.keys import PUBLIC_SUFFIX, ROLES, Key, key_line, read_secret_file
-from kvferry.common.errors import ConfigError, KvferryError
 from kvferry.ops.cli.errors import DONE
 
 _ALLOWED = "allowed"

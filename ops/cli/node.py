@@ -3,10 +3,10 @@
 import argparse
 import os
 
+from kvferry.common.base.log import setup_logging
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import resolve_node
 from kvferry.common.config.schema import ROLES, Role
-from kvferry.common.log import setup_logging
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.options import add_config_options, printed, read_config
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from kvferry.common.log import setup_logging
+from kvferry.common.base.log import setup_logging
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.options import add_config_options, printed, read_config
 

@@ -5,7 +5,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvferry.common.errors import ConfigError
+from kvferry.common.base.errors import ConfigError
 from kvferry.ops.cli.numbers import number_above, whole_within
 from kvferry.router.http.parameters import INT32_MAX, LAST_PRIORITY, LONGEST_TIMEOUT_S, SEED_MAX, SMALLEST
 

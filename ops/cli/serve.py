@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvferry.common.base.log import setup_logging
 from kvferry.common.config.load import Override
-from kvferry.common.log import setup_logging
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.numbers import whole
 from kvferry.ops.cli.options import add_config_options, printed, read_config
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if printed(args, config):
         return DONE
     setup_logging(config.log, "serve")
-    from kvferry.common.models.outside_check import check_model_files
+    from kvferry.common.models.checkpoint_precheck import check_model_files
     from kvferry.ops.launcher.serve import serve
     from kvferry.ops.model_choice import with_model
 

@@ -4,9 +4,9 @@ import logging
 import os
 from pathlib import Path
 
+from kvferry.common.base.errors import ConfigError
+from kvferry.common.base.log import setup_logging
 from kvferry.common.config.load import load_config
-from kvferry.common.errors import ConfigError
-from kvferry.common.log import setup_logging
 from kvferry.ops.launcher.cluster import CONFIG_ENV
 from kvferry.ops.launcher.metrics_files import reserve_metrics_files
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from kvferry.common.base.python_command import python_command
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.resolve import node_counts, share_model_memory
 from kvferry.common.config.schema import ClusterConfig, DiscoveryConfig, Role
-from kvferry.common.python_command import python_command
 from kvferry.ops.launcher.core import ChildPlan, Stage
 from kvferry.ops.launcher.process import ChildSpec
 from kvferry.ops.launcher.restart_policy import RestartLimits
@@ -94,7 +94,7 @@ def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen
     metrics = run_dir / "metrics"
     command = python_command(
         "kvferry.ops.launcher.gunicorn_main",
-        *("-c", "python:kvferry.ops.gunicorn_conf", "--no-control-socket", "--bind", f"fd://{listen_fd}"),
+        *("-c", "python:kvferry.ops.launcher.gunicorn_conf", "--no-control-socket", "--bind", f"fd://{listen_fd}"),
         *("--worker-class", WORKER_CLASS, "kvferry.ops.launcher.asgi:create_app()"),
     )
     return ChildSpec(

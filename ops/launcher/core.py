@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvferry.common.errors import InvariantError
-from kvferry.ops.launcher.error_line import told_error
+from kvferry.common.base.errors import InvariantError
 from kvferry.ops.launcher.restart_policy import RestartLimits, RestartPolicy
+from kvferry.ops.launcher.startup_error import told_error
 
 _START_CRASHES_MAX = 5
 _WRONG_USE = 2

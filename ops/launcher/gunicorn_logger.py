@@ -7,8 +7,8 @@ from pathlib import Path
 from gunicorn.config import Config
 from gunicorn.glogging import Logger
 
+from kvferry.common.base.log import make_handler
 from kvferry.common.config.load import load_config
-from kvferry.common.log import make_handler
 from kvferry.ops.launcher.cluster import CONFIG_ENV
 
 

@@ -5,7 +5,10 @@ import errno
 import socket
 from dataclasses import dataclass
 
-from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.common.base.errors import (
+    ConfigError,
+    KvferryError,
+)
 
 UNREAD_S = 120.0
 """A client that takes nothing for so long, although something waits for it, is cut off: its answer would be kept for as

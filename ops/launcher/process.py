@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from kvferry.common.with_parent import with_parent
+from kvferry.common.base.parent_death_signal import with_parent
 from kvferry.ops.launcher.core import ChildPlan
-from kvferry.ops.launcher.error_line import told_error
+from kvferry.ops.launcher.startup_error import told_error
 
 WriteLine = Callable[[str, str], object]
 """Takes a child's name and one of its lines."""

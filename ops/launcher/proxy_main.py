@@ -4,9 +4,9 @@ import logging
 import sys
 from pathlib import Path
 
+from kvferry.common.base.errors import KvferryError
+from kvferry.common.base.log import setup_logging
 from kvferry.common.config.load import load_config
-from kvferry.common.errors import KvferryError
-from kvferry.common.log import setup_logging
 from kvferry.common.transport.proxy import run_proxy
 from kvferry.common.transport.security import load_security
 

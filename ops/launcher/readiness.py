@@ -3,7 +3,7 @@
 import asyncio
 from urllib.parse import urlsplit
 
-from kvferry.common.within import within
+from kvferry.common.base.run_with_timeout import within
 
 _ANSWER_WAIT_S = 5.0
 _PAUSE_S = 0.1

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 
 
 @dataclass(frozen=True, slots=True)

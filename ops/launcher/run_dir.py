@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvferry.common.errors import KvferryError
+from kvferry.common.base.errors import KvferryError
 
 _LOCK = "lock"
 _RANDOM_CHARS = 8

@@ -7,13 +7,17 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvferry.common.clock import MonotonicClock
+from kvferry.common.base.clock import MonotonicClock
+from kvferry.common.base.log_writer import (
+    STDERR_FD,
+    STDOUT_FD,
+    LineWriter,
+)
 from kvferry.common.config.checks import config_notes, host_notes
 from kvferry.common.config.docs import config_as_toml
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.keys import KeyRole
 from kvferry.common.config.schema import ClusterConfig
-from kvferry.common.line_writer import STDERR_FD, STDOUT_FD, LineWriter
 from kvferry.common.transport.security import load_security
 from kvferry.ops.launcher.cluster import (
     cluster_children,

@@ -7,9 +7,12 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from kvferry.common.errors import ConfigError, KvferryError
-from kvferry.common.python_command import python_command
-from kvferry.common.with_parent import with_parent
+from kvferry.common.base.errors import (
+    ConfigError,
+    KvferryError,
+)
+from kvferry.common.base.parent_death_signal import with_parent
+from kvferry.common.base.python_command import python_command
 from kvferry.ops.cli.errors import WRONG_USE
 
 _STOP_S = 60.0

@@ -5,9 +5,13 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.common.clock import Clock
-from kvferry.common.errors import ConfigError, InvariantError, KvferryError
-from kvferry.common.within import within
+from kvferry.common.base.clock import Clock
+from kvferry.common.base.errors import (
+    ConfigError,
+    InvariantError,
+    KvferryError,
+)
+from kvferry.common.base.run_with_timeout import within
 from kvferry.ops.launcher.core import (
     Action,
     AnnounceReady,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
 from kvferry.common.device.select import probe_devices, select_device
 from kvferry.common.device.torch_ops import TorchOps
-from kvferry.common.errors import DeviceUnavailableError
 
 DTYPE = torch.bfloat16
 HEADS, KV_HEADS, HEAD_SIZE = 8, 2, 128

@@ -8,11 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.node.engine_thread import SAY_S
-from kvferry.common.sampling_params import SamplingParams
-from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.cluster.events import (
+    Event,
+    LayersDone,
+    StepDone,
+    StepGoesOn,
+)
+from kvferry.common.engine.engine_thread import SAY_S
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from kvferry.common.state.events import Event, LayersDone, StepDone, StepGoesOn
+from kvferry.common.scheduling.tokens_in_flight import Drawn
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore

@@ -11,10 +11,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.events import (
+    Event,
+    KvSendFailed,
+    PieceSent,
+    PiecesStopped,
+)
 from kvferry.common.kv_transfer.slot_writes import SlotWrites
 from kvferry.common.protocol.messages import Piece
-from kvferry.common.state.events import Event, KvSendFailed, PieceSent, PiecesStopped
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.kv_network import SEND_TIMEOUT_S, KvNetwork
 from kvferry.ops.simulate.kv_receiver import KvReceiver

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from zlib import crc32
 
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 
 MASK = (1 << 61) - 1
 VOCAB_SIZE = 61

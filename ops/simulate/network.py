@@ -10,10 +10,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.events import (
+    LinkClosed,
+    LinkConnected,
+    ProbeAnswered,
+    Received,
+)
 from kvferry.common.config.protocol import Timers
-from kvferry.common.ids import Incarnation
 from kvferry.common.protocol.messages import Envelope
-from kvferry.common.state.events import LinkClosed, LinkConnected, ProbeAnswered, Received
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.connection import Connection, Direction, Flight
 from kvferry.ops.simulate.process import Process

@@ -3,15 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.ids import Incarnation
-from kvferry.common.kv.block_pool import BlockPool
-from kvferry.common.kv.host_pool import HostPool
-from kvferry.common.model_info import Compatibility, ModelInfo
-from kvferry.common.protocol.messages import PROTOCOL_VERSION, Hello, Role
-from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.state.actions import (
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.actions import (
     Action,
     CloseKv,
     CloseSession,
@@ -23,12 +16,31 @@ from kvferry.common.state.actions import (
     SendPiece,
     StopPieces,
 )
-from kvferry.common.state.events import DrainRequested, Event
-from kvferry.common.state.leg import GoesOnHere, Leg
-from kvferry.common.state.links import LinkTable
-from kvferry.common.state.node_core import NodeCore, NodeIdentity
-from kvferry.common.state.piece_plan import KvShape
-from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.common.cluster.events import (
+    DrainRequested,
+    Event,
+)
+from kvferry.common.cluster.links import LinkTable
+from kvferry.common.cluster.node_core import (
+    NodeCore,
+    NodeIdentity,
+)
+from kvferry.common.cluster.node_role import (
+    GoesOnHere,
+    Leg,
+)
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.kv.block_pool import BlockPool
+from kvferry.common.kv.host_pool import HostPool
+from kvferry.common.kv.shape import KvShape
+from kvferry.common.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SchedulerConfig
+from kvferry.decode_node.role import DecodeLeg
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.engine import SimEngine
@@ -39,8 +51,8 @@ from kvferry.ops.simulate.kv_store import KvStore
 from kvferry.ops.simulate.model import EOS_TOKEN_ID, USUAL_DTYPE, USUAL_WEIGHTS, VOCAB_SIZE, weights_number
 from kvferry.ops.simulate.network import Network
 from kvferry.ops.simulate.process import Process
-from kvferry.prefill_node.core.decode_links import DecodeLinks
-from kvferry.prefill_node.core.leg import PrefillLeg
+from kvferry.prefill_node.decode_links import DecodeLinks
+from kvferry.prefill_node.role import PrefillLeg
 
 MODEL_NAME = "sim"
 STAGING_HOST = "sim-staging://"

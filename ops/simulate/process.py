@@ -8,10 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.common.ids import Incarnation
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.actions import (
+    BindPeer,
+    CloseLink,
+    OpenLink,
+    Probe,
+    ResetLink,
+    Send,
+    SendHello,
+)
+from kvferry.common.cluster.events import (
+    Event,
+    Tick,
+)
 from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
-from kvferry.common.state.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
-from kvferry.common.state.events import Event, Tick
 
 if TYPE_CHECKING:
     from kvferry.ops.simulate.clock import EventLoop

@@ -4,16 +4,19 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.common.base.errors import KvferryError
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+)
+from kvferry.common.cluster.events import Event
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.errors import KvferryError
-from kvferry.common.ids import Incarnation, RequestId
-from kvferry.common.state.events import Event
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.network import Network
 from kvferry.ops.simulate.process import Process
 from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent
-from kvferry.router.core.core import RouterCore
 from kvferry.router.core.effects import Deliver, Effect, Finish
+from kvferry.router.core.router_core import RouterCore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

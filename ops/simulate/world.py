@@ -8,11 +8,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+)
+from kvferry.common.cluster.events import Announced
 from kvferry.common.config.protocol import Timers
-from kvferry.common.ids import Incarnation, RequestId
 from kvferry.common.protocol.messages import Announce
-from kvferry.common.sampling_params import SamplingParams
-from kvferry.common.state.events import Announced
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.kv_network import KvNetwork
 from kvferry.ops.simulate.network import Delays, Network

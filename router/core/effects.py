@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from kvferry.common.ids import RequestId
-from kvferry.common.state.actions import Action
+from kvferry.common.base.ids import RequestId
+from kvferry.common.cluster.actions import Action
 from kvferry.router.api import EndEvent, TokensEvent
 
 

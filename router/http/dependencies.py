@@ -6,9 +6,15 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.clock import Clock, MonotonicClock
+from kvferry.common.base.clock import (
+    Clock,
+    MonotonicClock,
+)
+from kvferry.common.base.ids import (
+    RequestId,
+    new_request_id,
+)
 from kvferry.common.config.schema import RouterConfig
-from kvferry.common.ids import RequestId, new_request_id
 from kvferry.router.api import TokenService
 from kvferry.router.http.metrics import RouterMetrics
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.common.errors import RequestInvalidError
-from kvferry.common.within import within
+from kvferry.common.base.errors import RequestInvalidError
+from kvferry.common.base.run_with_timeout import within
 from kvferry.router.http.errors import BodyTooLargeError, BodyTooSlowError
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.json_fault import json_fault, without_place

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import falcon
 import orjson
 
-from kvferry.common.errors import (
+from kvferry.common.base.errors import (
     GenerationError,
     InvariantError,
     KvferryError,

@@ -1,18 +1,38 @@
-"""One HTTP request: its incoming side, whether its client is still there, and what the access log will say of it.
+"""The shapes of ASGI that the HTTP layer touches. Types only.
+
+One HTTP request: its incoming side, whether its client is still there, and what the access log will say of it.
 
 Only this object calls ASGI's `receive`. While a request is answered it keeps awaiting it, because that is the only
 way to learn at once that the client left. Knows nothing of routes, models or errors' texts.
+
+What resources share: the exchange behind a falcon request, JSON answers, HEAD for whatever answers GET.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import cast
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import RequestId
+import orjson
+from falcon.asgi import Request, Response
+
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import RequestId
 from kvferry.router.api import EndEvent, Outcome
-from kvferry.router.http.asgi import Message, Receive, Scope, message_bytes
 from kvferry.router.http.errors import ClientGoneError
+
+Scope = MutableMapping[str, object]
+Message = MutableMapping[str, object]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+def message_bytes(message: Message) -> bytes:
+    """The `body` of an `http.request` or `http.response.body` message; empty where there is none."""
+    body = message.get("body", b"")
+    if not isinstance(body, bytes | bytearray | memoryview):
+        raise TypeError(f"an ASGI body is bytes, not {type(body).__name__}")
+    return bytes(body)
+
 
 SCOPE_KEY = "kvferry.exchange"
 
@@ -122,3 +142,25 @@ class Exchange:
         self.gone = True
         if self._on_gone is not None:
             self._on_gone()
+
+
+def exchange_of(req: Request) -> Exchange:
+    """The exchange that the shell put beside this request."""
+    return cast("Exchange", req.scope[SCOPE_KEY])
+
+
+def answer_json(resp: Response, value: object) -> None:
+    """Make `value` the answer."""
+    resp.data = orjson.dumps(value)
+
+
+class GetResource:
+    """A resource that answers GET, and HEAD with the same head."""
+
+    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
+        """Answer; `params` are the fields of the path."""
+        raise NotImplementedError
+
+    async def on_head(self, req: Request, resp: Response, **params: str) -> None:
+        """The head of what GET would answer; falcon leaves the body out."""
+        await self.on_get(req, resp, **params)

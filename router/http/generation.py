@@ -1,7 +1,7 @@
 """One submitted request as the HTTP side sees it: passes its events on, times and counts them, ends exactly once."""
 
-from kvferry.common.clock import Clock
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.clock import Clock
+from kvferry.common.base.errors import InvariantError
 from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, TokenStream
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.metrics import RouterMetrics

@@ -12,7 +12,7 @@ body. Searches are `bytes.find`, so quiet stretches cost next to nothing; the nu
 
 import os
 
-from kvferry.common.errors import InvariantError
+from kvferry.common.base.errors import InvariantError
 from kvferry.router.http.number_run import MalformedJsonError, TokenIds
 
 WINDOW_BYTES = 65_536

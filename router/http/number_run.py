@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvferry.common.errors import InvariantError
-from kvferry.router.http.describe import describe
+from kvferry.common.base.errors import InvariantError
+from kvferry.router.http.describe_value import describe
 
 _ANYTHING = msgspec.json.Decoder(list[object])
 

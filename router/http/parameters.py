@@ -7,10 +7,10 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvferry.common.errors import RequestInvalidError
-from kvferry.common.model_info import ModelInfo
-from kvferry.common.sampling_params import SamplingParams
-from kvferry.router.http.describe import describe
+from kvferry.common.base.errors import RequestInvalidError
+from kvferry.common.protocol.model_info import ModelInfo
+from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.router.http.describe_value import describe
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1

@@ -7,10 +7,19 @@ from falcon import HTTPNotFound
 from falcon.asgi import Request, Response
 
 from kvferry.router.http.dependencies import AppDependencies
-from kvferry.router.http.resources.health import LiveResource, ReadyResource
-from kvferry.router.http.resources.infer import InferResource, InferStreamResource
-from kvferry.router.http.resources.metrics import MetricsResource
-from kvferry.router.http.resources.models import ModelConfigResource, ModelListResource, ModelResource, ServerResource
+from kvferry.router.http.infer import (
+    InferResource,
+    InferStreamResource,
+)
+from kvferry.router.http.metadata import (
+    LiveResource,
+    MetricsResource,
+    ModelConfigResource,
+    ModelListResource,
+    ModelResource,
+    ReadyResource,
+    ServerResource,
+)
 
 _VERSIONS = re.compile(r"/v2/models/[^/]+/versions(/|$)")
 

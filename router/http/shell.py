@@ -12,12 +12,18 @@ import falcon.asgi
 from falcon import COMBINED_METHODS
 from falcon.asgi import Request, Response
 
-from kvferry.common.within import within
+from kvferry.common.base.run_with_timeout import within
 from kvferry.router.http.access_log import log_exchange
-from kvferry.router.http.asgi import Message, Receive, Scope, Send
 from kvferry.router.http.dependencies import AppDependencies
 from kvferry.router.http.errors import AmbiguousLengthError, ClientGoneError, HttpVersionError, problem_of
-from kvferry.router.http.exchange import SCOPE_KEY, Exchange
+from kvferry.router.http.exchange import (
+    SCOPE_KEY,
+    Exchange,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
 _HTTP_VERSIONS = ("1.0", "1.1")

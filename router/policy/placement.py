@@ -10,8 +10,8 @@ plan number, so that workers with equal knowledge do not all choose the same nod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from kvferry.common.ids import Incarnation
-from kvferry.common.model_info import Compatibility
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.protocol.model_info import Compatibility
 
 MAX_CANDIDATES = 3
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.common.log import setup_logging
+from kvferry.common.base.log import setup_logging
 from kvferry.ops.cli.main import build_parser
 from kvferry.ops.cli.options import read_config
 from kvferry.ops.cli.serve import overrides

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.common.config.protocol import Limits
 from kvferry.common.models.load import LoadedModel
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of
 from tests.support.engine_driver import EngineDriver

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvferry.common.base.ids import TransferKey
+from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits
-from kvferry.common.ids import TransferKey
 from kvferry.common.kv_transfer.send_queue import Outgoing
 from kvferry.common.protocol.messages import Piece
-from kvferry.common.state.node_core import NodeCore
-from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.decode_node.role import DecodeLeg
 from tests.cluster.conftest import MakeCluster
 from tests.support.eventually import PATIENCE_S
 from tests.support.timers import PATIENT

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.schema import KvTransport
-from kvferry.common.state.node_core import NodeCore
-from kvferry.common.state.staging_slots import StagingSlots
-from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.staging_slots import StagingSlots
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import NodeThread
 from tests.support.eventually import eventually

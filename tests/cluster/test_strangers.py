@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvferry.common.ids import TransferKey, new_request_id
+from kvferry.common.base.ids import (
+    TransferKey,
+    new_request_id,
+)
 from kvferry.common.protocol.messages import Commit, Gone, Granted, HandoverFailed, Job, Refused, Reserve
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster
 from tests.support.stranger import NUMBER, Stranger

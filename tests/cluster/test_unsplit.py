@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.common.state.node_core import NodeCore
-from kvferry.router.core import planner
+from kvferry.common.cluster.node_core import NodeCore
+from kvferry.router.core import placer as planner
 from kvferry.router.policy.placement import Choice, choose
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster, tokens_of

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from kvferry.common.state.links import LinkState
+from kvferry.common.cluster.links import LinkState
 from tests.e2e.conftest import Serve
 from tests.support.bodies import body_of
 from tests.support.cluster import tokens_of

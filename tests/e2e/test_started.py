@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.errors import ConfigError
+from kvferry.common.base.errors import ConfigError
 from kvferry.ops.launcher.started import started_cluster
 from tests.chaos.stand import tiny_model
 

@@ -14,7 +14,7 @@ result = dataclasses.astuple(probe_devices()[0])
 """
 OPEN = """
 from kvferry.common.device.select import select_device
-from kvferry.common.errors import DeviceUnavailableError
+from kvferry.common.base.errors import DeviceUnavailableError
 try:
     result = str(select_device({name!r}, threads=1, index={index}).torch_device)
 except DeviceUnavailableError as error:

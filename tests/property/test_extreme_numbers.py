@@ -12,9 +12,11 @@ from operator import getitem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.common.base.errors import ProtocolError
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.actions import Send
+from kvferry.common.cluster.events import Tick
 from kvferry.common.config.protocol import Limits
-from kvferry.common.errors import ProtocolError
-from kvferry.common.ids import Incarnation
 from kvferry.common.protocol.messages import (
     Abort,
     Beat,
@@ -41,13 +43,11 @@ from kvferry.common.protocol.messages import (
     Tokens,
     TokensEntry,
 )
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.protocol.wire import decode, encode
-from kvferry.common.sampling_params import SamplingParams
-from kvferry.common.state.actions import Send
-from kvferry.common.state.events import Tick
 from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request
-from tests.unit import test_core_decode as at_decode
-from tests.unit import test_core_router as at_router
+from tests.unit.decode_node import test_decode as at_decode
+from tests.unit.router.core import test_router as at_router
 
 LIMITS = Limits()
 EXTREMES = (0, 1, 5, 6, 2**20, 2**31 - 1, 2**32 - 1, 10**12, 2**53)

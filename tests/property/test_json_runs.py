@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.common.errors import RequestInvalidError
-from kvferry.common.ids import RequestId
+from kvferry.common.base.errors import RequestInvalidError
+from kvferry.common.base.ids import RequestId
 from kvferry.router.http import json_runs
 from kvferry.router.http.document import Document, read_document
 from kvferry.router.http.exchange import Exchange

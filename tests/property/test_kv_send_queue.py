@@ -4,7 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
 from kvferry.common.kv_transfer.send_queue import Outgoing, SendQueue, Window
 from kvferry.common.protocol.messages import Piece
 from tests.support.kv_memory import key_between

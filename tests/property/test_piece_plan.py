@@ -5,9 +5,12 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.common.ids import Incarnation
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import Piece
-from kvferry.common.state.piece_plan import KvShape, PiecePlan
+from kvferry.prefill_node.pieces import (
+    PiecePlan,
+)
 from tests.support.kv_memory import key_between
 
 KEY = key_between(Incarnation("a1" * 16), Incarnation("b2" * 16))

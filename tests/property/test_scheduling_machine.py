@@ -9,7 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.common.errors import ProtocolError, RequestInvalidError
+from kvferry.common.base.errors import (
+    ProtocolError,
+    RequestInvalidError,
+)
 from kvferry.common.scheduling.events import (
     ChunkComputed,
     Failed,
@@ -20,8 +23,7 @@ from kvferry.common.scheduling.events import (
     SchedulerEvent,
     Started,
 )
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.scheduling.sequence import SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec, Status
 from kvferry.common.scheduling.step import StepPlan
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 

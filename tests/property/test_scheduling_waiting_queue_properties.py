@@ -3,7 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.common.scheduling.waiting_queue import WaitingQueue, effective_class
+from kvferry.common.scheduling.waiting_queue import (
+    WaitingQueue,
+    effective_class,
+)
 
 AGING_S = 10.0
 TIMES = st.floats(0, 200, allow_nan=False)

@@ -2,20 +2,24 @@
 
 from dataclasses import dataclass, field
 
-from kvferry.common.errors import GenerationError, OverloadedError, UnavailableError
-from kvferry.common.ids import RequestId
-from kvferry.common.state.handover_send_table import SendState
-from kvferry.common.state.staging_slots import StagingSlots
-from kvferry.decode_node.core.leg import DecodeLeg
+from kvferry.common.base.errors import (
+    GenerationError,
+    OverloadedError,
+    UnavailableError,
+)
+from kvferry.common.base.ids import RequestId
+from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.staging_slots import StagingSlots
 from kvferry.ops.simulate.model import EOS_TOKEN_ID, undisturbed
 from kvferry.ops.simulate.node import SimNode
 from kvferry.ops.simulate.process import Process
 from kvferry.ops.simulate.worker import SimWorker, Stream
 from kvferry.ops.simulate.world import World
-from kvferry.prefill_node.core.jobs import OPEN
-from kvferry.prefill_node.core.leg import PrefillLeg
+from kvferry.prefill_node.handover_table import SendState
+from kvferry.prefill_node.jobs import OPEN
+from kvferry.prefill_node.role import PrefillLeg
 from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
-from kvferry.router.core.table import RequestState
+from kvferry.router.core.request import RequestState
 
 ENOUGH_S = 7.0
 """In a calm cluster a request ends within this time, whatever it has been through."""

@@ -8,7 +8,7 @@ import msgspec
 
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Role
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from kvferry.ops.simulate.network import Delays

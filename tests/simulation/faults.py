@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.ids import RequestId
+from kvferry.common.base.ids import RequestId
 from kvferry.ops.simulate.kv_network import SEND_TIMEOUT_S
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import NodeSpec, SimNode

@@ -9,36 +9,43 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.actions import (
+    Action,
+    Send,
+)
+from kvferry.common.cluster.clients import (
+    Client,
+    ClientTable,
+)
+from kvferry.common.cluster.links import LinkTable
+from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import Abort, Piece
 from kvferry.common.scheduling.swapping import Swapping
-from kvferry.common.state.actions import Action, Send
-from kvferry.common.state.clients import Client, ClientTable
-from kvferry.common.state.handover_receive import PieceLedger
-from kvferry.common.state.handover_send import HandoverSender
-from kvferry.common.state.handover_send_table import SendState
-from kvferry.common.state.links import LinkTable
-from kvferry.common.state.node_core import NodeCore
-from kvferry.common.state.staging_slots import StagingSlots
-from kvferry.decode_node.core.entries import EntryTable
-from kvferry.decode_node.core.leg import DecodeLeg
-from kvferry.decode_node.core.reservations import Reservations
-from kvferry.decode_node.core.takeover import Takeover
+from kvferry.decode_node.commit import Takeover
+from kvferry.decode_node.entries import EntryTable
+from kvferry.decode_node.receive_table import PieceLedger
+from kvferry.decode_node.reservations import Reservations
+from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.staging_slots import StagingSlots
 from kvferry.ops.simulate.kv_link import KvSender
 from kvferry.ops.simulate.kv_receiver import KvReceiver
-from kvferry.prefill_node.core import reports
-from kvferry.prefill_node.core.ferry import Ferry
-from kvferry.prefill_node.core.jobs import JobTable
-from kvferry.prefill_node.core.leg import PrefillLeg
-from kvferry.prefill_node.core.pauses import Pauses
-from kvferry.router.core.core import RouterCore
-from kvferry.router.core.lists import Lists
-from kvferry.router.core.planner import Planner
-from kvferry.router.core.replans import ReplanBudget
-from kvferry.router.core.reports import Reports
+from kvferry.prefill_node import job as reports
+from kvferry.prefill_node.handover import HandoverSender
+from kvferry.prefill_node.handover_table import SendState
+from kvferry.prefill_node.jobs import JobTable
+from kvferry.prefill_node.role import PrefillLeg
+from kvferry.prefill_node.transfer import Ferry, Pauses
+from kvferry.router.core.heartbeats import Lists
+from kvferry.router.core.node_reports import Reports
+from kvferry.router.core.placer import Planner, ReplanBudget
 from kvferry.router.core.request import Request
-from kvferry.router.core.requests import RequestTable
+from kvferry.router.core.request_table import RequestTable
+from kvferry.router.core.router_core import RouterCore
 from tests.simulation import swap_patches as swaps
 from tests.simulation.mutation import Mutation, Patched, none, nothing
 from tests.simulation.mutations_ahead import AHEAD_MUTATIONS

@@ -1,12 +1,15 @@
 """Seeded defects of steps that are planned ahead of a token still being drawn. See mutations.py."""
 
-from kvferry.common.scheduling.batch import Batch
-from kvferry.common.scheduling.drawn import Drawn
-from kvferry.common.scheduling.events import FinishReason, SchedulerEvent
+from kvferry.common.scheduling.events import (
+    FinishReason,
+    SchedulerEvent,
+)
+from kvferry.common.scheduling.preemption_policy import Room
 from kvferry.common.scheduling.results import Results
-from kvferry.common.scheduling.room import Room
 from kvferry.common.scheduling.sequence import Sequence
 from kvferry.common.scheduling.step import StepResult
+from kvferry.common.scheduling.step_builder import Batch
+from kvferry.common.scheduling.tokens_in_flight import Drawn
 from tests.simulation.mutation import Mutation, Patched
 
 

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import kvferry.router.core.planner
-from kvferry.common.model_info import Compatibility
+import kvferry.router.core.placer
+from kvferry.common.cluster.links import (
+    Link,
+    LinkTable,
+)
+from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.protocol.messages import Status
-from kvferry.common.state.links import Link, LinkTable
-from kvferry.common.state.node_core import NodeCore
-from kvferry.router.core.core import RouterCore
+from kvferry.common.protocol.model_info import Compatibility
+from kvferry.router.core.router_core import RouterCore
 from kvferry.router.policy.placement import DecodeView, PrefillView
 from tests.simulation.mutation import Mutation, Patched, none
 
@@ -74,7 +77,7 @@ LINK_MUTATIONS: tuple[Mutation, ...] = (
         "an end that is known at once is not followed", "1", LinkTable, "_lose", _lose_by_silence_alone, "crashes"
     ),
     Mutation(
-        "nodes that do not fit are made a pair", "6", kvferry.router.core.planner, "choose", _pair_anything, "strangers"
+        "nodes that do not fit are made a pair", "6", kvferry.router.core.placer, "choose", _pair_anything, "strangers"
     ),
     Mutation("every Hello is welcome", "6", Compatibility, "difference", none, "strangers"),
     Mutation("an engine that makes no step is not judged", "10", LinkTable, "on_status", _always_progress, "wedges"),

@@ -5,28 +5,43 @@ from dataclasses import replace
 
 import msgspec
 
-from kvferry.common.ids import Incarnation, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    TransferKey,
+)
+from kvferry.common.cluster.actions import (
+    Action,
+    Send,
+)
+from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.protocol.messages import Refused, Revoke
-from kvferry.common.scheduling import batch, room
+from kvferry.common.scheduling import (
+    preemption_policy as room,
+)
+from kvferry.common.scheduling import (
+    step_builder as batch,
+)
 from kvferry.common.scheduling.admission import Admission
-from kvferry.common.scheduling.preemption import rank
+from kvferry.common.scheduling.preemption_policy import rank
 from kvferry.common.scheduling.sequence import Sequence
 from kvferry.common.scheduling.step import ScheduledSequence
-from kvferry.common.state.actions import Action, Send
-from kvferry.common.state.handover_receive import PieceLedger, ReceiveState
-from kvferry.common.state.handover_send import HandoverSender
-from kvferry.common.state.node_core import NodeCore
-from kvferry.common.state.pieces_out import PiecesOut
-from kvferry.decode_node.core.entries import EntryTable
-from kvferry.decode_node.core.entry import Entry
-from kvferry.decode_node.core.reservations import Reservations
-from kvferry.prefill_node.core.job import JobState, PrefillJob
-from kvferry.prefill_node.core.jobs import JobTable
-from kvferry.router.core.planner import Planner
-from kvferry.router.core.reports import Reports
-from kvferry.router.core.request import Request
-from kvferry.router.core.requests import RequestTable
-from kvferry.router.core.table import RequestEvent
+from kvferry.decode_node.entries import Entry, EntryTable
+from kvferry.decode_node.receive_table import (
+    PieceLedger,
+    ReceiveState,
+)
+from kvferry.decode_node.reservations import Reservations
+from kvferry.prefill_node.handover import HandoverSender
+from kvferry.prefill_node.job import (
+    JobState,
+    PrefillJob,
+)
+from kvferry.prefill_node.jobs import JobTable
+from kvferry.prefill_node.pieces import PiecesOut
+from kvferry.router.core.node_reports import Reports
+from kvferry.router.core.placer import Planner
+from kvferry.router.core.request import Request, RequestEvent
+from kvferry.router.core.request_table import RequestTable
 from tests.simulation.mutation import Mutation, Patched, none, nothing
 
 

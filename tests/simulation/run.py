@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.errors import UnavailableError
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.base.errors import UnavailableError
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.ops.simulate.node import MODEL_NAME, SimNode
 from kvferry.ops.simulate.process import Process
 from kvferry.ops.simulate.worker import SimWorker, Stream

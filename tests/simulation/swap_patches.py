@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvferry.common.scheduling.batch import Batch
 from kvferry.common.scheduling.sequence import Sequence, Status
+from kvferry.common.scheduling.step_builder import Batch
 from kvferry.common.scheduling.swapping import Swapping
 
 Patched = Callable[..., object]

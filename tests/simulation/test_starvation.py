@@ -4,8 +4,8 @@ import random
 
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Role
-from kvferry.common.sampling_params import SamplingParams
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.model import EOS_TOKEN_ID
 from kvferry.ops.simulate.node import NodeSpec

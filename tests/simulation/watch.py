@@ -4,7 +4,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+    TransferKey,
+)
+from kvferry.common.cluster.actions import Send
+from kvferry.common.cluster.events import (
+    PieceBad,
+    Received,
+    Tick,
+)
 from kvferry.common.protocol.messages import (
     Abort,
     Cancel,
@@ -24,8 +34,6 @@ from kvferry.common.protocol.messages import (
     Revoke,
     Welcome,
 )
-from kvferry.common.state.actions import Send
-from kvferry.common.state.events import PieceBad, Received, Tick
 from kvferry.ops.simulate.kv_receiver import BELOW, OTHER_SLOT
 from kvferry.ops.simulate.node import SimNode
 from kvferry.ops.simulate.process import Process

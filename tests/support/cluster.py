@@ -18,7 +18,10 @@ from typing import Any
 import httpx
 from prometheus_client import CollectorRegistry
 
-from kvferry.common.clock import MonotonicClock
+from kvferry.common.base.clock import MonotonicClock
+from kvferry.common.cluster.actions import ExitProcess
+from kvferry.common.cluster.node_core import NodeCore
+from kvferry.common.cluster.node_role import Leg
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.config.schema import ROLES, KvTransport, Role, RouterConfig
@@ -27,14 +30,14 @@ from kvferry.common.engine.kv_cache import bytes_per_token
 from kvferry.common.models.load import LoadedModel
 from kvferry.common.node.build import LegContext, NodeBuilder, Surroundings
 from kvferry.common.node.shell import NodeShell
-from kvferry.common.state.actions import ExitProcess
-from kvferry.common.state.leg import Leg
-from kvferry.common.state.node_core import NodeCore
 from kvferry.common.transport.context import TransportContext
-from kvferry.decode_node.build import make_leg as make_decode_leg
-from kvferry.ops.unsplit_node import make_legs as make_unsplit_legs
-from kvferry.prefill_node.build import make_leg as make_prefill_leg
-from kvferry.router.app import AppDependencies, create_app
+from kvferry.decode_node.node import make_leg as make_decode_leg
+from kvferry.ops.colocated_node import make_legs as make_unsplit_legs
+from kvferry.prefill_node.node import make_leg as make_prefill_leg
+from kvferry.router.http.app import (
+    AppDependencies,
+    create_app,
+)
 from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.shell import AsgiShell
 from kvferry.router.service import RouterService, ServiceSettings

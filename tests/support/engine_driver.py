@@ -16,7 +16,7 @@ from kvferry.common.engine.runner import ModelRunner
 from kvferry.common.engine.sampler import Sampler
 from kvferry.common.models.load import LoadedModel
 from kvferry.common.parallel.collectives import ALONE, Collectives
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepPlan, StepResult
 
 GREEDY = SamplingParams(max_new_tokens=1)

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from kvferry.common.errors import InvariantError
-from kvferry.common.ids import RequestId
-from kvferry.common.model_info import ModelInfo
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import RequestId
+from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.router.api import (
     EndEvent,
     GenerateRequest,

@@ -10,7 +10,11 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from kvferry.router.http.asgi import Receive, Scope, Send
+from kvferry.router.http.exchange import (
+    Receive,
+    Scope,
+    Send,
+)
 from tests.support.eventually import POLL_S
 
 DIRECTORY = "GATED_DIR"

@@ -5,7 +5,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvferry.common.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+    TransferKey,
+)
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.protocol.messages import Piece
 

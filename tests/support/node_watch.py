@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.common.clock import MonotonicClock
+from kvferry.common.base.clock import MonotonicClock
+from kvferry.common.cluster.links import LinkState
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Load
-from kvferry.common.state.links import LinkState
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.security import Security
 from kvferry.router.service import RouterService, ServiceSettings

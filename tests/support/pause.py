@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from kvferry.common.node.engine_thread import StepRunner
+from kvferry.common.engine.engine_thread import StepRunner
 from kvferry.common.scheduling.step import StepPlan, StepResult
 from tests.support.eventually import PATIENCE_S
 

@@ -7,10 +7,35 @@ from array import array
 from collections.abc import Iterable
 from typing import TypeVar
 
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+    TransferKey,
+)
+from kvferry.common.cluster.actions import (
+    Action,
+    RunStep,
+    Send,
+    SendPiece,
+    StopPieces,
+)
+from kvferry.common.cluster.events import (
+    Event,
+    PieceSent,
+    PiecesStopped,
+    Received,
+    StepDone,
+    Tick,
+)
+from kvferry.common.cluster.links import LinkTable
+from kvferry.common.cluster.node_core import (
+    NodeCore,
+    NodeIdentity,
+)
+from kvferry.common.cluster.node_role import Leg
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.kv.block_pool import BlockPool
-from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import (
     Beat,
     BeatEntry,
@@ -25,19 +50,17 @@ from kvferry.common.protocol.messages import (
     Status,
     Welcome,
 )
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
+from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.common.scheduling.step import StepPlan, StepResult
-from kvferry.common.state.actions import Action, RunStep, Send, SendPiece, StopPieces
-from kvferry.common.state.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
-from kvferry.common.state.leg import Leg
-from kvferry.common.state.links import LinkTable
-from kvferry.common.state.node_core import NodeCore, NodeIdentity
-from kvferry.common.state.piece_plan import KvShape
-from kvferry.decode_node.core.leg import DecodeLeg
-from kvferry.prefill_node.core.decode_links import DecodeLinks
-from kvferry.prefill_node.core.leg import PrefillLeg
+from kvferry.decode_node.role import DecodeLeg
+from kvferry.prefill_node.decode_links import DecodeLinks
+from kvferry.prefill_node.role import PrefillLeg
 
 ME, WORKER = Incarnation("1" * 32), Incarnation("4" * 32)
 DECODES = (Incarnation("2" * 32), Incarnation("3" * 32))

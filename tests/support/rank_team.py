@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvferry.common.base.ids import new_incarnation
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import resolve_node
 from kvferry.common.config.schema import ClusterConfig, LogConfig, NodeConfig, SecurityConfig
 from kvferry.common.device.cpu import CpuDevice
-from kvferry.common.ids import new_incarnation
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.models.load import load_model
 from kvferry.common.ranks.messages import RankSpec

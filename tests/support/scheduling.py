@@ -11,13 +11,12 @@ from zlib import crc32
 
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
-from kvferry.common.sampling_params import SamplingParams
-from kvferry.common.scheduling.drawn import Drawn
+from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.events import SchedulerEvent
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.scheduler_config import SchedulerConfig
-from kvferry.common.scheduling.sequence import Mode, SequenceSpec
+from kvferry.common.scheduling.sequence import Mode, SchedulerConfig, SequenceSpec
 from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.tokens_in_flight import Drawn
 
 VOCAB = 40
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from kvferry.common.with_parent import with_parent
+from kvferry.common.base.parent_death_signal import with_parent
 from tests.support.eventually import PATIENCE_S
 from tests.support.processes import suspended
 

@@ -2,10 +2,13 @@
 
 import asyncio
 
+from kvferry.common.base.ids import (
+    Incarnation,
+    new_incarnation,
+)
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.ids import Incarnation, new_incarnation
-from kvferry.common.model_info import Compatibility
 from kvferry.common.protocol.messages import Beat, BeatEntry, ClientKind, Envelope, Hello, Message, Welcome
+from kvferry.common.protocol.model_info import Compatibility
 from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from kvferry.common.errors import ConfigError
+from kvferry.common.base.errors import ConfigError
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.security import Security

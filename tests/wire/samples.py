@@ -2,8 +2,11 @@
 
 from array import array
 
-from kvferry.common.ids import Incarnation, RequestId, TransferKey
-from kvferry.common.model_info import Compatibility, ModelInfo
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+    TransferKey,
+)
 from kvferry.common.protocol.messages import (
     Abort,
     Announce,
@@ -37,7 +40,11 @@ from kvferry.common.protocol.messages import (
     TokensEntry,
     Welcome,
 )
-from kvferry.common.sampling_params import SamplingParams
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.protocol.sampling_params import SamplingParams
 
 SENDER = Incarnation("a1" * 16)
 RECEIVER = Incarnation("b2" * 16)

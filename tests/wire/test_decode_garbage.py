@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.common.base.errors import ProtocolError
+from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits
-from kvferry.common.errors import ProtocolError
-from kvferry.common.ids import Incarnation
 from kvferry.common.protocol.messages import (
     MESSAGE_TYPES,
     PROTOCOL_VERSION,

@@ -5,8 +5,8 @@ from array import array
 import msgspec
 import pytest
 
+from kvferry.common.base.errors import ProtocolError
 from kvferry.common.config.protocol import Limits
-from kvferry.common.errors import ProtocolError
 from kvferry.common.protocol.messages import Job, Message, Queued
 from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import KEY, LARGEST_SEED, SAMPLES, envelope

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.common.base.errors import ProtocolError
 from kvferry.common.config.protocol import Limits
-from kvferry.common.errors import ProtocolError
 from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import SAMPLES, envelope
 

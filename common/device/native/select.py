@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.base import Ops
 from kvferry.common.device.cpu_ops import CpuOps
 from kvferry.common.device.native.build import library_path, note_use
 from kvferry.common.device.native.library import load_library
 from kvferry.common.device.native.ops import NativeOps
-from kvferry.common.errors import DeviceUnavailableError
 
 _LOG = logging.getLogger("kvferry.device")
 VARIABLE = "KVFERRY_CPU_OPS"

@@ -10,9 +10,12 @@ import asyncio
 import subprocess
 import sys
 
-from kvferry.common.python_command import python_command
+from kvferry.common.base.python_command import python_command
 from kvferry.ops.bench.serve.load import Load
-from kvferry.ops.bench.serve.run import ServeBench, measure
+from kvferry.ops.bench.serve.run import (
+    ServeBench,
+    measure,
+)
 from kvferry.ops.cli.numbers import positive
 
 _TOKENS = 2000

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from kvferry.ops.bench.serve.response import MalformedAnswerError, ResponseReader
-from kvferry.ops.target import Target
+from kvferry.ops.cli.target import Target
 
 OnBody = Callable[[float, bytes], None]
 """Called with seconds of the monotonic clock and the bytes of the body that came then."""

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import orjson
 
-from kvferry.ops.counted import counted
+from kvferry.ops.cli.pluralize import counted
 
 CountedBy = Literal["ids", "usage", "events"]
 

@@ -11,7 +11,7 @@ import msgspec
 
 from kvferry.ops.bench.serve.load import Load
 from kvferry.ops.bench.serve.request import Outcome
-from kvferry.ops.counted import counted
+from kvferry.ops.cli.pluralize import counted
 
 _MS = 1000.0
 

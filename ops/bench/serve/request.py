@@ -8,8 +8,11 @@ import orjson
 from kvferry.ops.bench.serve.connection import Connection, CutOffError
 from kvferry.ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
 from kvferry.ops.bench.serve.response import EventSplitter, MalformedAnswerError
-from kvferry.ops.counted import counted
-from kvferry.ops.target import Target, why_unreachable
+from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.target import (
+    Target,
+    why_unreachable,
+)
 
 _OK = 200
 

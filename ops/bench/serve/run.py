@@ -11,15 +11,23 @@ from typing import Literal
 
 import orjson
 
-from kvferry.common.errors import ConfigError, KvferryError
+from kvferry.common.base.errors import (
+    ConfigError,
+    KvferryError,
+)
 from kvferry.ops.bench.serve.connection import Connection, CutOffError
 from kvferry.ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
 from kvferry.ops.bench.serve.load import Load, OnEnd, prompts, run_load
 from kvferry.ops.bench.serve.report import Frame, ServeReport, make_report
 from kvferry.ops.bench.serve.request import Requester, words_of
 from kvferry.ops.bench.serve.response import MalformedAnswerError
-from kvferry.ops.counted import counted
-from kvferry.ops.target import Target, parse_url, refusal, unreachable
+from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.target import (
+    Target,
+    parse_url,
+    refusal,
+    unreachable,
+)
 
 Api = Literal["auto", "infer", "openai"]
 

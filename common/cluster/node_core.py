@@ -1,0 +1,353 @@
+"""A node's decisions that do not depend on its role: Hello, lists, Status, engine progress, drain. Pure.
+
+Legs (prefill, decode) are plugged in; the scheduler is shared by all legs of a process. One call of `handle` takes one
+event in, lets the legs act, and gives the engine its next step when there is one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import (
+    Incarnation,
+    PlanKey,
+    TransferKey,
+)
+from kvferry.common.cluster.actions import (
+    Action,
+    ExitProcess,
+    RunStep,
+    Send,
+)
+from kvferry.common.cluster.clients import (
+    Client,
+    ClientTable,
+)
+from kvferry.common.cluster.events import (
+    DrainRequested,
+    EngineFailed,
+    Event,
+    KvFailed,
+    LayersDone,
+    Received,
+    StepDone,
+    StepGoesOn,
+    Tick,
+)
+from kvferry.common.cluster.node_role import Leg
+from kvferry.common.cluster.sleep_detector import OwnTicks
+from kvferry.common.config.protocol import Timers
+from kvferry.common.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Beat,
+    Cancel,
+    Commit,
+    Envelope,
+    Gone,
+    GoneReason,
+    Hello,
+    HelloRefused,
+    OtherLife,
+    Reserve,
+    Role,
+    Status,
+    Welcome,
+)
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SequenceSpec
+
+HandoverMessage = Reserve | Commit | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Who this process life is."""
+
+    incarnation: Incarnation
+    name: str
+    model: ModelInfo
+    compatibility: Compatibility
+    kv_endpoints: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ()
+    staging: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class EngineProgress:
+    """Proof that the engine works, or that it does not."""
+
+    steps_done: int = 0
+    progress_no: int = 0
+    """Goes up while a step comes further."""
+    started_at: float | None = None
+    """When the oldest step in flight was given to the engine."""
+    last_progress: float = math.inf
+    """Set by the first event: the machine's clock does not begin with the process."""
+
+    def moved(self, now: float) -> None:
+        """A layer of the step in progress is done: a step that takes long is none that hangs."""
+        self.progress_no += 1
+        self.last_progress = now
+
+    def age_ms(self, now: float) -> int:
+        """Age of the step in progress."""
+        return 0 if self.started_at is None else int((now - self.started_at) * 1000)
+
+
+@dataclass(slots=True)
+class NodeCore:
+    """All of one node but its roles."""
+
+    identity: NodeIdentity
+    timers: Timers
+    scheduler: Scheduler
+    legs: Sequence[Leg]
+    clients: ClientTable = field(init=False)
+    progress: EngineProgress = field(default_factory=EngineProgress)
+    draining_since: float | None = None
+    _steps_in_flight: int = 0
+    _ticks: OwnTicks = field(init=False)
+    _last_status: float = -1e9
+    _status_no: int = 0
+    _gave_back: bool = False
+    _exiting: bool = False
+
+    def __post_init__(self) -> None:
+        self.clients = ClientTable(self.timers)
+        self._ticks = OwnTicks(self.timers)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What this process can do."""
+        return tuple(leg.role for leg in self.legs)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in one event; returns what is to be done, in order."""
+        actions: list[Action] = []
+        match event:
+            case Received(envelope, ""):
+                actions += self._on_message(envelope, now)
+            case StepDone(result):
+                self._steps_in_flight -= 1
+                self.progress.steps_done += 1
+                self.progress.last_progress = now
+                self.progress.started_at = now if self._steps_in_flight else None
+                actions += self._scheduler_events(self.scheduler.apply(result, now), now)
+            case EngineFailed(reason):
+                actions.append(self._exit(f"the engine failed: {reason}", 1))
+            case KvFailed(reason):
+                actions.append(self._exit(f"moving KV failed: {reason}", 1))
+            case DrainRequested():
+                actions += self._drain(now)
+            case Tick():
+                actions += self._on_tick(now)
+            case StepGoesOn():
+                self.progress.moved(now)
+            case _:
+                if isinstance(event, LayersDone):
+                    self.progress.moved(now)
+                for leg in self.legs:
+                    actions += leg.on_event(event, now)
+        if not isinstance(event, LayersDone | StepGoesOn):
+            actions += self._pump(now)
+        for leg in self.legs:
+            actions += leg.flush(now)
+        return actions
+
+    # -- clients
+
+    def _on_message(self, envelope: Envelope, now: float) -> list[Action]:
+        message, sender = envelope.message, envelope.sender
+        if isinstance(message, Hello):
+            return self._on_hello(sender, message, now)
+        client = self.clients.get(sender)
+        if client is None or envelope.receiver != self.identity.incarnation:
+            return [Send(sender, OtherLife())]
+        client.last_heard = now
+        if isinstance(message, Beat):
+            return self._on_beat(client, message, now)
+        if isinstance(message, HandoverMessage) and not _names(message.key, sender, self.identity.incarnation):
+            return []  # nobody speaks for another life, nor to one through us
+        actions: list[Action] = []
+        if isinstance(message, Cancel):
+            for leg in self.legs:
+                actions += leg.on_message(client, message, now)
+            return actions
+        for leg in self.legs:
+            if leg.handles(message):
+                return leg.on_message(client, message, now)
+        return actions
+
+    def _on_hello(self, sender: Incarnation, hello: Hello, now: float) -> list[Action]:
+        reason = None
+        if hello.protocol_version != PROTOCOL_VERSION:
+            reason = f"protocol_version: {PROTOCOL_VERSION} != {hello.protocol_version}"
+        elif hello.compatibility is not None:
+            reason = self.identity.compatibility.difference(hello.compatibility)
+        if reason is not None:
+            return [Send(sender, HelloRefused(reason=reason))]
+        self.clients.hello(sender, hello.kind, hello.name, now)
+        welcome = Welcome(
+            name=self.identity.name,
+            roles=self.roles,
+            model=self.identity.model,
+            compatibility=self.identity.compatibility,
+            kv_endpoints=self.identity.kv_endpoints,
+            transports=self.identity.transports,
+            staging=self.identity.staging,
+        )
+        return [Send(sender, welcome), self._status(self.clients.clients[sender], now)]
+
+    def _on_beat(self, client: Client, beat: Beat, now: float) -> list[Action]:
+        if not client.take(beat, now):
+            return []
+        actions: list[Action] = []
+        for leg in self.legs:
+            actions += leg.on_list(client, now)
+        if client.kind == "worker":
+            actions += self._answer_unknown(client)
+        if beat.last:
+            actions += self._client_lost(client, now)
+            self.clients.remove(client.incarnation)
+        return actions
+
+    def _answer_unknown(self, client: Client) -> list[Action]:
+        """Say what is expected here and is not. `never_known` has the same Job sent again: only if it never was here,
+        for an attempt that got as far as a Commit must not be run a second time."""
+        actions: list[Action] = []
+        for entry in client.entries.values():
+            key = PlanKey(entry.request_id, entry.attempt)
+            if entry.expected and not any(leg.knows(*key) for leg in self.legs):
+                may_have_been = "prefill" not in self.roles or key in client.lost
+                reason: GoneReason = "lost" if may_have_been else "never_known"
+                actions.append(
+                    Send(client.incarnation, Gone(request_id=key.request_id, attempt=key.attempt, reason=reason))
+                )
+        return actions
+
+    def _client_lost(self, client: Client, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for leg in self.legs:
+            actions += leg.on_client_lost(client, now)
+        return actions
+
+    # -- engine
+
+    def _pump(self, now: float) -> list[Action]:
+        """Give the engine steps while it takes some; a plan may start sequences, which the legs are told first."""
+        actions: list[Action] = []
+        while not self._exiting:
+            scheduled = self.scheduler.schedule(now, self._may_start)
+            actions += self._scheduler_events(scheduled.events, now)
+            plan = scheduled.plan
+            if plan is not None:
+                self._steps_in_flight += 1
+                if self.progress.started_at is None:
+                    self.progress.started_at = now
+                report = any(leg.wants_layers(plan) for leg in self.legs)
+                actions.append(RunStep(replace(plan, report_layers=report)))
+            elif not scheduled.events:
+                break
+        if not self.scheduler.work_waiting:
+            self.progress.last_progress = now
+        return actions
+
+    def _may_start(self, spec: SequenceSpec) -> bool:
+        return all(leg.may_start(spec) for leg in self.legs)
+
+    def _scheduler_events(self, events: Sequence[SchedulerEvent], now: float) -> list[Action]:
+        actions: list[Action] = []
+        for event in events:
+            owner = next((leg for leg in self.legs if leg.owns(event.seq_id)), None)
+            if owner is not None:
+                actions += owner.on_scheduler(event, now)
+        return actions
+
+    # -- time
+
+    def _on_tick(self, now: float) -> list[Action]:
+        slept_s = self._ticks.slept_s(now)
+        if slept_s:
+            self.clients.forgive(slept_s, now)
+            self.progress.last_progress = min(now, self.progress.last_progress + slept_s)
+        actions: list[Action] = []
+        for client in self.clients.take_silent(now):
+            actions += self._client_lost(client, now)
+        for leg in self.legs:
+            actions += leg.tick(now)
+        if now - self._last_status >= self.timers.beat_s:
+            self._last_status = now
+            actions += [self._status(client, now) for client in self.clients.clients.values()]
+        if now - self.progress.last_progress > self.timers.engine_stall_exit_s:
+            actions.append(self._exit("the engine does not move although work is waiting", 1))
+        return actions + self._drain_tick(now)
+
+    def _status(self, client: Client, now: float) -> Send:
+        self._status_no += 1
+        status = Status(
+            status_no=self._status_no,
+            draining=self.draining_since is not None,
+            steps_done=self.progress.steps_done,
+            step_age_ms=self.progress.age_ms(now),
+            progress_no=self.progress.progress_no,
+            work_waiting=self.scheduler.work_waiting,
+            load=self.scheduler.load(),
+            link_seq=client.link_seq,
+        )
+        return Send(client.incarnation, status)
+
+    # -- the end
+
+    def _drain(self, now: float) -> list[Action]:
+        if self.draining_since is not None:
+            return []
+        self.draining_since = now
+        actions: list[Action] = []
+        for leg in self.legs:
+            actions += leg.drain(now)
+        return actions + [self._status(client, now) for client in self.clients.clients.values()]
+
+    def _drain_tick(self, now: float) -> list[Action]:
+        if self.draining_since is None or self._exiting:
+            return []
+        actions: list[Action] = []
+        if not self._gave_back and now - self.draining_since > self.timers.node_drain_s:
+            self._gave_back = True
+            for leg in self.legs:
+                actions += leg.give_back_all(now)
+        overdue = now - self.draining_since > self.timers.node_drain_s + 2 * self.timers.dead_after_s
+        if overdue or (all(leg.is_quiescent() for leg in self.legs) and self.scheduler.is_quiescent()):
+            actions.append(self._exit("drained", 0))
+        return actions
+
+    def _exit(self, reason: str, code: int) -> ExitProcess:
+        self._exiting = True
+        return ExitProcess(reason, code)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when any part disagrees."""
+        self.clients.check_invariants()
+        self.scheduler.check_invariants()
+        for leg in self.legs:
+            leg.check_invariants()
+        for seq_id in self.scheduler.live_ids:
+            owners = sum(leg.owns(seq_id) for leg in self.legs)
+            if owners != 1:
+                raise InvariantError(f"sequence {seq_id} is owned by {owners} legs")
+        if self._steps_in_flight < 0:
+            raise InvariantError("more steps came back than were given")
+
+    def is_quiescent(self) -> bool:
+        """Nothing is held for anybody."""
+        return self.scheduler.is_quiescent() and all(leg.is_quiescent() for leg in self.legs)
+
+
+def _names(key: TransferKey, prefill: Incarnation, decode: Incarnation) -> bool:
+    return key.prefill == prefill and key.decode == decode

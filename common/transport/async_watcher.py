@@ -1,0 +1,68 @@
+"""How a router worker watches its sockets: in its asyncio loop."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvferry.common.protocol.wire import Frame
+from kvferry.common.transport.async_receiver import AsyncReceiver
+from kvferry.common.transport.client_links import Close
+from kvferry.common.transport.link_socket import LinkSocket
+from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.probe import (
+    ProbeResult,
+    probe_async,
+)
+
+MAX_DRAINED = 5000
+"""Messages of one socket that are taken in without giving others of the loop their turn."""
+_AnyReceiver = AsyncReceiver[list[Frame]] | AsyncReceiver[LinkEvent]
+
+
+class AsyncWatcher:
+    """Implements `common.transport.client_links.Watcher`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._receivers: dict[_AnyReceiver, None] = {}
+        self._probes: set[asyncio.Task[None]] = set()
+
+    def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
+        """Call back with each message."""
+        return self._watch(AsyncReceiver(self._loop, link, on_message))
+
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+        """Call back with each connection event."""
+        return self._watch(AsyncReceiver(self._loop, monitor, on_event))
+
+    def drain(self) -> None:
+        """Call back at once with all that waits."""
+        for receiver in list(self._receivers):
+            receiver.drain(MAX_DRAINED)
+
+    def _watch(self, receiver: _AnyReceiver) -> Close:
+        receiver.open()
+        self._receivers[receiver] = None
+
+        def close() -> None:
+            receiver.close()
+            self._receivers.pop(receiver, None)
+
+        return close
+
+    def probe(self, endpoint: str, timeout_s: float, on_result: Callable[[ProbeResult], None]) -> None:
+        """Probe in a task of the loop."""
+
+        async def run() -> None:
+            on_result(await probe_async(endpoint, timeout_s))
+
+        task = self._loop.create_task(run())
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    async def close(self) -> None:
+        """Cancel probes that are under way."""
+        for task in list(self._probes):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task

@@ -1,1 +1,0 @@
-"""The decode leg's decisions. Pure: no sockets, tensors, threads or clock."""

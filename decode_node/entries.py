@@ -1,0 +1,258 @@
+"""One request on the decode node, from its reservation to the record of its end. Plain state with small rules.
+
+All entries of the decode leg: found by plan, by transfer key, by sequence; and how one ends. Pure.
+
+An entry's blocks are the scheduler's sequence. Writing for a key is stopped before its blocks may go, in order.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvferry.common.base.errors import InvariantError
+from kvferry.common.base.ids import (
+    Incarnation,
+    PlanKey,
+    TransferKey,
+)
+from kvferry.common.cluster.actions import (
+    Action,
+    ForgetPieces,
+    Send,
+)
+from kvferry.common.cluster.node_role import ComputedHere
+from kvferry.common.cluster.table import Machine
+from kvferry.common.protocol.messages import (
+    Commit,
+    FinishReason,
+    Gone,
+    Refused,
+    Reserve,
+    Revoke,
+)
+from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.sequence import SequenceSpec
+from kvferry.decode_node.receive_table import (
+    HOLDS_BLOCKS,
+    RECEIVE_TABLE,
+    RECORDS,
+    PieceLedger,
+    ReceiveEvent,
+    ReceiveState,
+)
+from kvferry.decode_node.staging_slots import StagingSlots
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the decode leg knows of one attempt of one request."""
+
+    key: TransferKey
+    worker: Incarnation
+    plan_no: int
+    transfer_no: int
+    spec: SequenceSpec
+    deadline: float
+    output_token_ids: "array[int]"
+    """All output ids of the request, earlier attempts' included."""
+    machine: Machine[ReceiveState, ReceiveEvent] = field(init=False)
+    seq_id: int | None = None
+    ledger: PieceLedger | None = None
+    staged: bool = False
+    """Its sender can write into staging slots."""
+    taken_back: Revoke | Refused | None = None
+    """What its prefill node was told, and is told again, when the reservation was not kept."""
+    commit: Commit | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared where the prompt was computed."""
+    finish: FinishReason | None = None
+    error: str | None = None
+    queued_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(RECEIVE_TABLE, f"{self.key.request_id[:8]}/{self.key.attempt}.{self.key.generation}")
+
+    @classmethod
+    def from_reserve(cls, message: Reserve, now: float, grace_s: float) -> "Entry":
+        """A reservation as asked for. Times become local ones here."""
+        known = message.prompt_token_ids + message.output_token_ids
+        spec = SequenceSpec(
+            token_ids=known,
+            num_prompt_tokens=len(message.prompt_token_ids),
+            sampling=message.sampling,
+            priority=message.priority,
+            accepted_at=now - message.waited_ms / 1000,
+            mode="decode",
+            times_preempted=message.times_preempted,
+        )
+        deadline = now + message.remaining_ms / 1000 + grace_s
+        return cls(
+            key=message.key,
+            worker=message.worker,
+            plan_no=message.plan_no,
+            transfer_no=message.transfer_no,
+            spec=spec,
+            deadline=deadline,
+            output_token_ids=message.output_token_ids[:],
+            queued_at=now,
+            staged=message.staged,
+        )
+
+    @classmethod
+    def from_here(cls, computed: ComputedHere) -> "Entry":
+        """A request that this process has computed itself: an entry without a transfer."""
+        return cls(
+            key=computed.key,
+            worker=computed.worker,
+            plan_no=computed.plan_no,
+            transfer_no=0,
+            spec=computed.spec,
+            deadline=computed.deadline,
+            output_token_ids=computed.output_token_ids[:],
+            cached_tokens=computed.cached_tokens,
+        )
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """What the worker knows it by."""
+        return PlanKey(self.key.request_id, self.key.attempt)
+
+    @property
+    def state(self) -> ReceiveState:
+        """The present state."""
+        return self.machine.state
+
+    @property
+    def computed_here(self) -> bool:
+        """Nothing was or will be transferred for it."""
+        return self.key.prefill == self.key.decode
+
+    @property
+    def is_record(self) -> bool:
+        """Ended here: kept only to be told again."""
+        return self.state in RECORDS
+
+    @property
+    def is_open(self) -> bool:
+        """Not committed: it is there for its prefill node, as long as that lists it."""
+        return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED, ReceiveState.TAKEN_BACK)
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when state and holdings disagree."""
+        holds = self.seq_id is not None
+        if holds != (self.state in HOLDS_BLOCKS):
+            raise InvariantError(f"{self.key} is {self.state.name} with sequence {self.seq_id}")
+        if (self.taken_back is not None) != (self.state is ReceiveState.TAKEN_BACK):
+            raise InvariantError(f"{self.key} is {self.state.name} and was told {self.taken_back}")
+        owned = self.state in (ReceiveState.OWNED, ReceiveState.RUNNING)
+        if owned and (self.commit is None) != self.computed_here:
+            raise InvariantError(f"{self.key} is {self.state.name} and its Commit is {self.commit}")
+
+
+@dataclass(slots=True)
+class EntryTable:
+    """See the module's docstring."""
+
+    scheduler: Scheduler
+    staging: StagingSlots
+    by_plan: dict[PlanKey, Entry] = field(default_factory=dict)
+    by_key: dict[TransferKey, Entry] = field(default_factory=dict)
+    by_seq: dict[int, Entry] = field(default_factory=dict)
+    queued: dict[TransferKey, Entry] = field(default_factory=dict)
+    """Reservations that wait for room."""
+
+    def __iter__(self) -> Iterator[Entry]:
+        """A copy: entries may be dropped meanwhile."""
+        return iter(list(self.by_plan.values()))
+
+    def add(self, entry: Entry) -> None:
+        """A new one, without blocks yet."""
+        self.by_plan[entry.plan_key] = self.by_key[entry.key] = entry
+
+    def attach(self, entry: Entry, seq_id: int) -> None:
+        """It has blocks now."""
+        entry.seq_id = seq_id
+        self.by_seq[seq_id] = entry
+
+    def detach(self, entry: Entry) -> None:
+        """The scheduler no longer has its sequence."""
+        if entry.seq_id is not None:
+            del self.by_seq[entry.seq_id]
+            entry.seq_id = None
+
+    def drop(self, entry: Entry, now: float) -> list[Action]:
+        """Leave no trace of it."""
+        actions = self._end_sequence(entry, now)
+        self.queued.pop(entry.key, None)
+        self.by_plan.pop(entry.plan_key, None)
+        self.by_key.pop(entry.key, None)
+        return actions
+
+    def take_back(self, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
+        """It is not kept, and its prefill node is told so. Remembered until that no longer lists it: the Reserve may
+        come once more."""
+        actions = self._end_sequence(entry, now)
+        self.queued.pop(entry.key, None)
+        entry.ledger, entry.taken_back = None, answer
+        entry.machine.move(ReceiveEvent.TAKE_BACK, now)
+        return [*actions, Send(entry.key.prefill, answer)]
+
+    def lose(self, entry: Entry, why: str, now: float) -> list[Action]:
+        """It cannot go on here: a record is left, and its worker is told."""
+        actions = self._end_sequence(entry, now)
+        entry.error = why
+        entry.machine.move(ReceiveEvent.LOSE, now)
+        return [*actions, gone(entry)]
+
+    def give_back(self, entry: Entry, now: float) -> list[Action]:
+        """It goes on elsewhere: a record is left, and its worker is told."""
+        actions = self._end_sequence(entry, now)
+        entry.machine.move(ReceiveEvent.GIVE_BACK, now)
+        return [*actions, gone(entry)]
+
+    def stop_writing(self, entry: Entry, now: float) -> list[Action]:
+        """No piece is written for it any more. Its staging slots are free if every write was confirmed, by the Commit;
+        else they rest."""
+        self.staging.release(entry.key, now, confirmed=entry.commit is not None)
+        return [ForgetPieces(entry.key)]
+
+    def _end_sequence(self, entry: Entry, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if entry.state in (ReceiveState.RESERVED, ReceiveState.OWNED):
+            actions += self.stop_writing(entry, now)
+        if entry.seq_id is not None:
+            self.scheduler.abort(entry.seq_id)
+            self.detach(entry)
+        return actions
+
+    def of(self, client: Incarnation) -> list[Entry]:
+        """Those of a worker, or of a prefill node while these are open."""
+        return [e for e in self if e.worker == client or (e.key.prefill == client and e.is_open)]
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError when the indexes disagree."""
+        self.staging.check_invariants()
+        if {id(e) for e in self.by_plan.values()} != {id(e) for e in self.by_key.values()}:
+            raise InvariantError("decode entries are not indexed by transfer key")
+        for plan_key, entry in self.by_plan.items():
+            entry.check_invariants()
+            if entry.plan_key != plan_key:
+                raise InvariantError(f"{entry.key} is filed under {plan_key}")
+            if (entry.key in self.queued) != (entry.state is ReceiveState.QUEUED):
+                raise InvariantError(f"{entry.key} is {entry.state.name} but the queue disagrees")
+            if entry.seq_id is not None and self.by_seq.get(entry.seq_id) is not entry:
+                raise InvariantError(f"{entry.key} is not indexed by its sequence")
+        if len(self.by_seq) != sum(1 for e in self.by_plan.values() if e.seq_id is not None):
+            raise InvariantError("sequences of no entry are indexed")
+
+
+def gone(entry: Entry) -> Send:
+    """What its worker is told of an entry that was lost or given back."""
+    given_back = entry.state is ReceiveState.GIVEN_BACK
+    message = Gone(
+        request_id=entry.key.request_id,
+        attempt=entry.key.attempt,
+        reason="given_back" if given_back else "lost",
+        detail=entry.error or "",
+    )
+    return Send(entry.worker, message)

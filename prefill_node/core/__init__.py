@@ -1,1 +1,0 @@
-"""The prefill leg's decisions. Pure: no sockets, tensors, threads or clock."""

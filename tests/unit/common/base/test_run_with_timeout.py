@@ -1,0 +1,121 @@
+"""A bound on time under which no cancellation and no result is lost, however the three ends meet."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from kvferry.common.base.run_with_timeout import within
+from tests.support.transport import DEADLINE_S
+
+LONG_S = DEADLINE_S
+
+
+async def forever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def result_of(future: "asyncio.Future[str]") -> str:
+    return await future
+
+
+def test_a_result_and_an_exception_come_through():
+    async def fails() -> None:
+        raise ValueError("no")
+
+    async def main() -> None:
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(future.set_result, "there")
+        assert await within(LONG_S, result_of(future)) == "there"
+        with pytest.raises(ValueError, match="no"):
+            await within(LONG_S, fails())
+
+    asyncio.run(main())
+
+
+def test_what_takes_too_long_has_ended_when_that_is_told():
+    ended = []
+
+    async def slow() -> None:
+        try:
+            await forever()
+        finally:
+            ended.append(True)
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await within(0.0, slow())
+
+    asyncio.run(main())
+    assert ended == [True]
+
+
+def test_a_result_at_the_end_of_the_time_is_not_thrown_away():
+    """It may be a connection that somebody has to close."""
+
+    async def just_in_time() -> str:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            return "made"
+        return "never"
+
+    async def main() -> None:
+        assert await within(0.0, just_in_time()) == "made"
+
+    asyncio.run(main())
+
+
+async def cancelled_with_the_result(bound: Callable[[float, Awaitable[str]], Awaitable[str]]) -> str:
+    """The work is done and its caller cancelled in one turn of the loop, in this order."""
+    future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    caller = asyncio.ensure_future(bound(LONG_S, result_of(future)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    future.set_result("there")
+    await asyncio.sleep(0)  # the work's task ends here, its caller does not know yet
+    caller.cancel()
+    done, _ = await asyncio.wait((caller,))
+    return "cancelled" if done.pop().cancelled() else "swallowed"
+
+
+def test_a_cancellation_that_meets_the_result_is_not_swallowed():
+    assert asyncio.run(cancelled_with_the_result(within)) == "cancelled"  # type: ignore[arg-type]
+
+
+def test_a_cancellation_that_meets_the_end_of_the_time_is_not_taken_for_it():
+    """The caller is cancelled in the turn in which the time is over, before or after it."""
+
+    async def main(cancel_first: bool) -> bool:
+        loop = asyncio.get_running_loop()
+        bounded = within(0.0, forever())
+        caller: asyncio.Task[None] = loop.create_task(bounded)
+        if cancel_first:
+            loop.call_soon(caller.cancel)
+        else:
+            loop.call_later(0.0, lambda: loop.call_soon(caller.cancel))
+        done, _ = await asyncio.wait((caller,))
+        return done.pop().cancelled()
+
+    assert asyncio.run(main(cancel_first=True))
+    assert asyncio.run(main(cancel_first=False))
+
+
+def test_a_cancelled_caller_leaves_no_work_behind():
+    ended = []
+
+    async def slow() -> None:
+        try:
+            await forever()
+        finally:
+            ended.append(True)
+
+    async def main() -> None:
+        caller = asyncio.get_running_loop().create_task(within(LONG_S, slow()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        assert ended == [True]
+
+    asyncio.run(main())

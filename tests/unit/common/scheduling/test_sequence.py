@@ -1,0 +1,80 @@
+"""A sequence's own rules: the table of transitions, what its spec implies, when it is finished."""
+
+import itertools
+
+import pytest
+
+from kvferry.common.base.errors import (
+    ConfigError,
+    InvariantError,
+)
+from kvferry.common.scheduling.sequence import TRANSITIONS, SchedulerConfig, Sequence, Status
+from tests.support.scheduling import ids, make_spec
+
+
+def make(outputs=(), status=Status.WAITING, **options) -> Sequence:
+    spec = make_spec(3, outputs, **options)
+    return Sequence(1, spec, status, ids(spec.token_ids))
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(Status, Status)))
+def test_only_rows_of_the_table_are_gone(old, new):
+    seq = make(status=old)
+    if new in TRANSITIONS[old]:
+        seq.move(new)
+        assert (seq.status, seq.history) == (new, [old])
+    else:
+        with pytest.raises(InvariantError, match=f"may not go to {new.value}; it went .*{old.value}"):
+            seq.move(new)
+        assert seq.status is old
+
+
+def test_every_status_can_end_and_an_end_is_one():
+    assert all(Status.ENDED in TRANSITIONS[status] for status in Status if status is not Status.ENDED)
+    assert not TRANSITIONS[Status.ENDED]
+
+
+def test_an_unknown_pair_raises_with_the_story():
+    seq = make()
+    seq.move(Status.COMPUTING)
+    seq.move(Status.PAUSED)
+    with pytest.raises(InvariantError, match="waiting -> computing -> paused"):
+        seq.move(Status.RESERVED)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "max_new", "to_start", "to_end"), [((), 1, 3, 3), ((), 2, 4, 4), ((), 9, 4, 11), ((7, 8), 3, 5, 5)]
+)
+def test_kv_positions_needed(outputs, max_new, to_start, to_end):
+    """The last output token needs no KV; the next one does, unless it is the last."""
+    spec = make_spec(3, outputs, max_new_tokens=max_new)
+    assert (spec.tokens_to_start, spec.max_kv_tokens) == (to_start, to_end)
+    assert spec.is_replan == bool(outputs)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "options", "expected"),
+    [
+        ((5,), {}, None),
+        ((2,), {}, "stop"),
+        ((5, 2, 5), {}, None),
+        ((6,), {"stop_token_ids": (6,)}, "stop"),
+        ((2,), {"ignore_eos": True}, None),
+        ((6,), {"ignore_eos": True, "stop_token_ids": (6,)}, None),
+        ((5, 5, 5, 5), {}, "length"),
+        ((5, 5, 5, 2), {}, "stop"),
+        ((5, 5, 5, 2), {"ignore_eos": True}, "length"),
+    ],
+)
+def test_the_last_token_decides_the_end(outputs, options, expected):
+    assert make(outputs, max_new_tokens=4, **options).finish_reason(frozenset({2})) == expected
+
+
+@pytest.mark.parametrize("wrong", [
+    {"max_step_tokens": 0}, {"max_running": 0}, {"max_steps_in_flight": 0}, {"max_running": 9, "max_step_tokens": 8},
+    {"max_chunk_tokens": -1}, {"max_preempt": -1}, {"aging_s": 0.0}, {"reserved_share": 0.0}, {"reserved_share": 1.1},
+    {"watermark_blocks_share": 1.0}, {"watermark_blocks_share": -0.1},
+])  # fmt: skip
+def test_impossible_settings_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        SchedulerConfig(**wrong)

@@ -1,0 +1,255 @@
+"""The router's requests: what each node is told to keep, and that only the attempt under way counts."""
+
+import random
+from array import array
+
+import pytest
+
+from kvferry.common.base.errors import UnavailableError
+from kvferry.common.base.ids import (
+    Incarnation,
+    RequestId,
+)
+from kvferry.common.cluster.actions import Send
+from kvferry.common.cluster.events import (
+    Received,
+    Tick,
+)
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.protocol.messages import (
+    Beat,
+    Cancel,
+    Envelope,
+    FirstToken,
+    Gone,
+    HandedOver,
+    Job,
+    Role,
+    Status,
+    Tokens,
+    TokensEntry,
+    Welcome,
+)
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.router.api import GenerateRequest
+from kvferry.router.core.effects import Deliver, Finish
+from kvferry.router.core.router_core import RouterCore
+
+ME, PREFILL, DECODE = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
+REQUEST = RequestId("a" * 32)
+
+
+class Bench:
+    """A router worker with one prefill and one decode node, or with a single node that is both."""
+
+    def __init__(self, decode_block_size: int = 4, *, unsplit: bool = False) -> None:
+        self.core = RouterCore("w", Timers(), Limits(), random.Random(0))
+        roles: tuple[tuple[Incarnation, Role], ...] = ((PREFILL, "prefill"), (DECODE, "decode"))
+        for peer, role in roles[:1] if unsplit else roles:
+            self.core.add_static(role, 0.0)
+            welcome = Welcome(
+                name=role,
+                roles=("prefill", "decode") if unsplit else (role,),
+                model=ModelInfo(name="m", vocab_size=8, max_model_len=1024, max_position_embeddings=1024),
+                compatibility=Compatibility(
+                    protocol_version=1,
+                    model="m",
+                    kv_dtype="f",
+                    kv_layout="l",
+                    block_size=decode_block_size if role == "decode" else 4,
+                    num_layers=1,
+                ),
+            )
+            self.tell(peer, role, welcome, 0.0)
+            self.tell(peer, role, Status(status_no=1), 0.0)
+
+    def tell(self, peer: Incarnation, endpoint: str, message, now: float):
+        effects = self.core.handle(Received(Envelope(peer, ME, message), endpoint), now)
+        self.core.check_invariants()
+        return effects
+
+    def submit(self, now: float = 0.1):
+        asked = GenerateRequest(REQUEST, "m", array("I", [1, 2, 3]), SamplingParams(max_new_tokens=4), timeout_s=30.0)
+        return self.core.submit(asked, now)
+
+    def hand_over(self, now: float = 0.2):
+        return self.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=DECODE), now)
+
+    def tokens(self, seq: int, first: int, ids: tuple[int, ...], finish=None, attempt: int = 1, now: float = 0.3):
+        entry = TokensEntry(request_id=REQUEST, attempt=attempt, first_index=first, token_ids=ids, finish=finish)
+        return self.tell(DECODE, "decode", Tokens(link_seq=seq, entries=(entry,)), now)
+
+    def wanted(self, now: float) -> dict[Incarnation, list[tuple[int, bool, bool]]]:
+        """What the lists say, by node: attempt, expected, resend."""
+        beats = said(self.core.handle(Tick(), now), Beat)
+        return {peer: [(e.attempt, e.expected, e.resend) for e in beat.entries] for peer, beat in beats.items()}
+
+
+def said(effects, kind):
+    return {
+        effect.peer: effect.message
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, kind)
+    }
+
+
+def delivered(effects):
+    return [token for effect in effects if isinstance(effect, Deliver) for token in effect.event.token_ids]
+
+
+def ends(effects):
+    return [effect.event for effect in effects if isinstance(effect, Finish)]
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_the_prefill_node_is_told_to_keep_a_request_until_the_decode_node_speaks(bench):
+    """Rule 12, and why blocks are back within a second of an abort: nobody has to guess how long pieces are needed."""
+    assert said(bench.submit(), Job)[PREFILL].attempt == 1
+    assert bench.wanted(0.6) == {PREFILL: [(1, True, False)], DECODE: [(1, False, False)]}
+    bench.hand_over()
+    assert bench.wanted(1.1) == {PREFILL: [(1, False, False)], DECODE: [(1, True, False)]}
+    bench.tokens(1, 0, (5,))
+    assert bench.wanted(1.6) == {PREFILL: [], DECODE: [(1, True, False)]}
+
+
+def test_both_nodes_are_cancelled_while_both_may_hold_something(bench):
+    bench.submit()
+    bench.hand_over()
+    assert said(bench.core.cancel(REQUEST, "left", 0.4), Cancel).keys() == {PREFILL, DECODE}
+
+
+def test_each_index_reaches_the_client_once(bench):
+    """Rule 29."""
+    bench.submit()
+    first = FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=5)
+    assert delivered(bench.tell(PREFILL, "prefill", first, 0.2)) == [5]
+    bench.hand_over()
+    assert delivered(bench.tokens(1, 0, (5, 6))) == [6]
+    assert delivered(bench.tokens(2, 1, (6,))) == []
+
+
+def test_a_gap_is_asked_for_with_the_next_list(bench):
+    bench.submit()
+    bench.hand_over()
+    bench.wanted(0.6)
+    assert delivered(bench.tokens(1, 1, (6,), now=0.7)) == []
+    assert bench.wanted(0.75)[DECODE] == [(1, True, True)]
+    assert delivered(bench.tokens(2, 0, (5, 6), now=0.8)) == [5, 6]
+
+
+def test_what_concerns_another_attempt_changes_nothing(bench):
+    """Rule 3."""
+    bench.submit()
+    bench.hand_over()
+    assert bench.tokens(1, 0, (5, 6, 7, 8), finish="length", attempt=2) == []
+    assert bench.core.requests[REQUEST].next_index == 0
+
+
+def test_a_lost_attempt_is_planned_again_with_the_tokens_held_and_its_age(bench):
+    """Rules 31 and 35."""
+    bench.submit(0.1)
+    bench.hand_over()
+    bench.tokens(1, 0, (5, 6))
+    bench.tell(DECODE, "decode", Gone(request_id=REQUEST, attempt=1, reason="lost"), 2.0)
+    bench.tell(PREFILL, "prefill", Status(status_no=2), 2.0)
+    job = said(bench.core.handle(Tick(), 2.2), Job)[PREFILL]
+    assert (job.attempt, list(job.output_token_ids), job.waited_ms) == (2, [5, 6], 2100)
+    assert job.remaining_ms == 27_900
+
+
+def test_what_a_later_attempt_finds_cached_is_no_prefix_hit(bench):
+    """It is what the request itself has computed."""
+    bench.submit(0.1)
+    first = FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=5, cached_tokens=1)
+    bench.tell(PREFILL, "prefill", first, 0.2)
+    bench.hand_over()
+    bench.tell(DECODE, "decode", Gone(request_id=REQUEST, attempt=1, reason="lost"), 2.0)
+    bench.tell(PREFILL, "prefill", Status(status_no=2), 2.0)
+    bench.core.handle(Tick(), 2.2)
+    again = FirstToken(request_id=REQUEST, attempt=2, index=1, token_id=6, cached_tokens=3, finish="stop")
+    (end,) = ends(bench.tell(PREFILL, "prefill", again, 2.3))
+    assert end.usage.cached_tokens == 1
+
+
+# -- a node with both roles
+
+
+def test_a_node_with_both_roles_is_named_for_both():
+    job = said(Bench(unsplit=True).submit(), Job)[PREFILL]
+    assert [candidate.incarnation for candidate in job.candidates] == [PREFILL]
+
+
+def test_what_goes_on_where_it_was_computed_is_expected_there_all_the_time():
+    bench = Bench(unsplit=True)
+    bench.submit()
+    assert bench.wanted(0.6) == {PREFILL: [(1, True, False)]}
+    bench.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=PREFILL), 0.7)
+    assert bench.wanted(1.1) == {PREFILL: [(1, True, False)]}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_its_tokens_count_whether_or_not_the_hand_over_was_heard_of(told):
+    bench = Bench(unsplit=True)
+    bench.submit()
+    if told:
+        bench.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=PREFILL), 0.2)
+    entry = TokensEntry(request_id=REQUEST, attempt=1, first_index=0, token_ids=(5, 6, 7, 8), finish="length")
+    effects = bench.tell(PREFILL, "prefill", Tokens(link_seq=1, entries=(entry,)), 0.3)
+    assert delivered(effects) == [5, 6, 7, 8]
+    (end,) = ends(effects)
+    assert (end.outcome, end.prefill_node, end.decode_node) == ("length", "prefill", "prefill")
+
+
+def test_a_request_ends_once(bench):
+    bench.submit()
+    bench.hand_over()
+    assert [end.outcome for end in ends(bench.tokens(1, 0, (5, 6, 7, 8), finish="length"))] == ["length"]
+    assert bench.tokens(2, 0, (5, 6, 7, 8), finish="length") == []
+    assert bench.core.cancel(REQUEST, "left", 0.5) == []
+    assert bench.core.is_quiescent()
+
+
+def test_a_request_times_out_by_its_deadline_wherever_it_is(bench):
+    bench.submit(0.1)
+    assert ends(bench.core.handle(Tick(), 30.0)) == []
+    assert [end.outcome for end in ends(bench.core.handle(Tick(), 30.1))] == ["timeout"]
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up(bench):
+    for number in range(2000):
+        asked = GenerateRequest(
+            RequestId(f"{number:032x}"), "m", array("I", [1]), SamplingParams(max_new_tokens=4), timeout_s=600.0
+        )
+        bench.core.submit(asked, 0.1)
+        bench.core.cancel(asked.request_id, "left", 0.1)
+    assert len(bench.core._table._deadlines) < 600
+
+
+def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(bench):
+    bench.submit()
+    bench.core.drain(0.2)
+    with pytest.raises(UnavailableError):
+        bench.submit()
+    bench.hand_over()
+    assert ends(bench.tokens(1, 0, (5,), finish="stop"))
+    assert all(beat.last for beat in said(bench.core.close(0.5), Beat).values())
+
+
+def test_without_a_pair_that_fits_it_says_in_what_the_nodes_differ():
+    bench = Bench(decode_block_size=16)
+    assert bench.core.not_ready_reason("m") == "no prefill node fits a decode node; block_size: 4 != 16"
+    assert bench.core.planner.least_waiting_tokens("m") == 0
+    assert bench.submit(0.1) == []
+    for peer, endpoint in ((PREFILL, "prefill"), (DECODE, "decode")):
+        bench.tell(peer, endpoint, Status(status_no=2), 1.0)
+    (end,) = ends(bench.core.handle(Tick(), 2.1))
+    assert "block_size: 4 != 16" in str(end.error)
+    assert bench.core.is_quiescent()

@@ -1,0 +1,117 @@
+"""A router worker that slept takes in what waits for it before it lets its own sleep count: rule 9."""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvferry.common.base.clock import ManualClock
+from kvferry.common.base.ids import (
+    RequestId,
+    new_incarnation,
+)
+from kvferry.common.cluster.links import LinkState
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.protocol.messages import Envelope, FirstToken, Hello, Job, Message, Status, Welcome
+from kvferry.common.protocol.model_info import (
+    Compatibility,
+    ModelInfo,
+)
+from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.common.protocol.wire import decode, encode
+from kvferry.common.transport.context import TransportContext
+from kvferry.common.transport.node_socket import NodeSocket
+from kvferry.common.transport.options import SocketOptions
+from kvferry.router.api import EndEvent, GenerateRequest, TokensEvent
+from kvferry.router.service import RouterService, ServiceSettings
+from tests.support.eventually import eventually
+from tests.support.transport import transport_context
+
+REQUEST = RequestId("a" * 32)
+COMPATIBILITY = Compatibility(protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1)
+
+
+class Node:
+    """A node of both roles that the test speaks for, over a real socket."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self.me = new_incarnation()
+        self.socket = NodeSocket(context, SocketOptions())
+        self.endpoint = self.socket.bind("inproc://node")
+        self.heard: list[Message] = []
+        self.worker = self.me
+
+    def hears(self, kind: type[Message]) -> bool:
+        """Whether the worker has said such a thing."""
+        for peer, frames in self.socket.receive():
+            self.worker = peer
+            self.heard.append(decode(frames, Limits()).message)
+        return any(isinstance(message, kind) for message in self.heard)
+
+    def say(self, message: Message) -> None:
+        self.socket.send(self.worker, encode(Envelope(self.me, self.worker, message), Limits()))
+
+
+@asynccontextmanager
+async def running(clock: ManualClock) -> AsyncIterator[tuple[RouterService, Node]]:
+    with transport_context() as context:
+        node = Node(context)
+        settings = ServiceSettings("w", Timers(), Limits(), static_nodes=(node.endpoint,))
+        service = RouterService(settings, clock, context, logging.getLogger("tests.late"))
+        await service.start()
+        await eventually(lambda: node.hears(Hello), "the worker says Hello")
+        model = ModelInfo(name="m", vocab_size=8, max_model_len=64, max_position_embeddings=64)
+        node.say(Welcome(name="n", roles=("prefill", "decode"), model=model, compatibility=COMPATIBILITY))
+        node.say(Status(status_no=1))
+        await eventually(lambda: service.not_ready_reason("m") is None, "the node is known")
+        yield service, node
+        await service.stop()
+        node.socket.close()
+
+
+def asked(timeout_s: float) -> GenerateRequest:
+    return GenerateRequest(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("slept_s", [9.0, 0.2])
+def test_a_last_token_that_came_during_the_sleep_beats_the_deadline(slept_s: float):
+    """Only a late tick reads first: a deadline that passes while the process is awake holds."""
+
+    async def main() -> None:
+        clock = ManualClock(100.0)
+        async with running(clock) as (service, node):
+            stream = service.submit(asked(timeout_s=0.1))
+            await eventually(lambda: node.hears(Job), "the Job comes")
+            service.tick()
+            node.say(FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=7, finish="length"))
+            clock.advance(slept_s)
+            service.tick()
+            events = [event async for event in stream]
+            end = events[-1]
+            assert isinstance(end, EndEvent)
+            if slept_s > 1.0:
+                assert events[0] == TokensEvent(0, (7,))
+                assert end.outcome == "length"
+            else:
+                assert end.outcome == "timeout"
+
+    asyncio.run(main())
+
+
+def test_a_node_is_not_dead_because_the_worker_slept():
+    async def main() -> None:
+        clock = ManualClock(100.0)
+        async with running(clock) as (service, node):
+            service.tick()
+            node.say(Status(status_no=2))
+            clock.advance(60.0)
+            service.tick()
+            link = service.core.links.peer(node.me)
+            assert link is not None
+            assert link.state is LinkState.ALIVE
+            assert link.status == Status(status_no=2)
+
+    asyncio.run(main())
