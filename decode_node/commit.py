@@ -25,7 +25,7 @@ from kvferry.decode_node.receive_table import (
 
 
 @dataclass(slots=True)
-class Started:
+class CommitResult:
     """What a step towards ownership led to: actions, and the events of the sequence that began to decode."""
 
     actions: list[Action]
@@ -33,7 +33,7 @@ class Started:
 
 
 @dataclass(slots=True)
-class Takeover:
+class CommitHandler:
     """Owned by the Commit; running when every piece is there and right."""
 
     entries: EntryTable
@@ -41,7 +41,7 @@ class Takeover:
     timers: Timers
     clients: Callable[[], ClientTable]
 
-    def on_commit(self, client: Client, message: Commit, now: float) -> Started:
+    def on_commit(self, client: Client, message: Commit, now: float) -> CommitResult:
         """The request is this node's from now on; the answer is the same each time."""
         entry = self.entries.by_key.get(message.key)
         if entry is None or entry.ledger is None:
@@ -51,7 +51,7 @@ class Takeover:
             return _only(_committed(entry))
         if message.num_pieces > entry.ledger.num_layers * entry.spec.num_known:
             refused = Send(client.incarnation, CommitRefused(key=message.key, reason="more pieces than there is KV"))
-            return Started([*self.entries.drop(entry, now), refused], [])
+            return CommitResult([*self.entries.drop(entry, now), refused], [])
         entry.commit, entry.cached_tokens = message, message.cached_tokens
         entry.ledger.last_arrival = now
         entry.machine.move(ReceiveEvent.COMMIT, now)
@@ -60,19 +60,19 @@ class Takeover:
         if not entry.ledger.missing(message):
             return self._complete(entry, now)
         if entry.ledger.damaged:
-            return Started(self._ask_again(entry, set(entry.ledger.damaged), "damaged pieces", now), [])
+            return CommitResult(self._ask_again(entry, set(entry.ledger.damaged), "damaged pieces", now), [])
         return _only(_committed(entry))
 
-    def on_piece(self, piece: Piece, now: float) -> Started:
+    def on_piece(self, piece: Piece, now: float) -> CommitResult:
         """A piece was written."""
         entry = self.entries.by_key.get(piece.key)
         if entry is None or entry.ledger is None or entry.state is ReceiveState.RUNNING or entry.is_record:
-            return Started([], [])
+            return CommitResult([], [])
         entry.ledger.add(piece, now)
         if entry.commit is None or len(entry.ledger.arrived) < entry.commit.num_pieces:
-            return Started([], [])  # what is missing is looked up once, not for each of thousands of pieces
+            return CommitResult([], [])  # what is missing is looked up once, not for each of thousands of pieces
         if entry.ledger.missing(entry.commit):
-            return Started([], [])
+            return CommitResult([], [])
         return self._complete(entry, now)
 
     def on_damaged(self, key: TransferKey, number: int, reason: str, now: float) -> list[Action]:
@@ -103,21 +103,21 @@ class Takeover:
             return []
         return self._ask_again(entry, entry.ledger.missing(entry.commit), "pieces did not come", now)
 
-    def _complete(self, entry: Entry, now: float) -> Started:
+    def _complete(self, entry: Entry, now: float) -> CommitResult:
         """Start decoding, if the pieces are right as a whole."""
         assert entry.commit is not None
         assert entry.ledger is not None
         assert entry.seq_id is not None
         fault = entry.ledger.fault(entry.commit)
         if fault is not None:
-            return Started(self.entries.lose(entry, fault, now), [])
+            return CommitResult(self.entries.lose(entry, fault, now), [])
         commit = entry.commit
         try:
             events = self.scheduler.activate(entry.seq_id, commit.token_id, commit.num_tokens, now)
         except ProtocolError as error:
-            return Started(self.entries.lose(entry, str(error), now), [])
+            return CommitResult(self.entries.lose(entry, str(error), now), [])
         entry.machine.move(ReceiveEvent.COMPLETE, now)
-        return Started([*self.entries.stop_writing(entry, now), _committed(entry)], events)
+        return CommitResult([*self.entries.stop_writing(entry, now), _committed(entry)], events)
 
     def _ask_again(self, entry: Entry, numbers: Collection[int], why: str, now: float) -> list[Action]:
         assert entry.ledger is not None
@@ -129,8 +129,8 @@ class Takeover:
         return self.clients().get(entry.key.prefill) is None
 
 
-def _only(action: Action) -> Started:
-    return Started([action], [])
+def _only(action: Action) -> CommitResult:
+    return CommitResult([action], [])
 
 
 def _committed(entry: Entry, missing: tuple[int, ...] = ()) -> Send:

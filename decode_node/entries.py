@@ -1,6 +1,6 @@
 """One request on the decode node, from its reservation to the record of its end. Plain state with small rules.
 
-All entries of the decode leg: found by plan, by transfer key, by sequence; and how one ends. Pure.
+All entries of the decode role: found by plan, by transfer key, by sequence; and how one ends. Pure.
 
 An entry's blocks are the scheduler's sequence. Writing for a key is stopped before its blocks may go, in order.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
     TransferKey,
 )
 from kvferry.common.cluster.actions import (
@@ -20,7 +20,7 @@ from kvferry.common.cluster.actions import (
     ForgetPieces,
     Send,
 )
-from kvferry.common.cluster.node_role import ComputedHere
+from kvferry.common.cluster.node_role import LocalHandover
 from kvferry.common.cluster.table import Machine
 from kvferry.common.protocol.messages import (
     Commit,
@@ -33,9 +33,9 @@ from kvferry.common.protocol.messages import (
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SequenceSpec
 from kvferry.decode_node.receive_table import (
+    ENDED,
     HOLDS_BLOCKS,
     RECEIVE_TABLE,
-    RECORDS,
     PieceLedger,
     ReceiveEvent,
     ReceiveState,
@@ -45,11 +45,11 @@ from kvferry.decode_node.staging_slots import StagingSlots
 
 @dataclass(slots=True)
 class Entry:
-    """What the decode leg knows of one attempt of one request."""
+    """What the decode role knows of one attempt of one request."""
 
     key: TransferKey
     worker: Incarnation
-    plan_no: int
+    placement_no: int
     transfer_no: int
     spec: SequenceSpec
     deadline: float
@@ -60,7 +60,7 @@ class Entry:
     ledger: PieceLedger | None = None
     staged: bool = False
     """Its sender can write into staging slots."""
-    taken_back: Revoke | Refused | None = None
+    revocation: Revoke | Refused | None = None
     """What its prefill node was told, and is told again, when the reservation was not kept."""
     commit: Commit | None = None
     cached_tokens: int = 0
@@ -89,7 +89,7 @@ class Entry:
         return cls(
             key=message.key,
             worker=message.worker,
-            plan_no=message.plan_no,
+            placement_no=message.placement_no,
             transfer_no=message.transfer_no,
             spec=spec,
             deadline=deadline,
@@ -99,12 +99,12 @@ class Entry:
         )
 
     @classmethod
-    def from_here(cls, computed: ComputedHere) -> "Entry":
+    def from_local(cls, computed: LocalHandover) -> "Entry":
         """A request that this process has computed itself: an entry without a transfer."""
         return cls(
             key=computed.key,
             worker=computed.worker,
-            plan_no=computed.plan_no,
+            placement_no=computed.placement_no,
             transfer_no=0,
             spec=computed.spec,
             deadline=computed.deadline,
@@ -113,9 +113,9 @@ class Entry:
         )
 
     @property
-    def plan_key(self) -> PlanKey:
+    def attempt_key(self) -> AttemptKey:
         """What the worker knows it by."""
-        return PlanKey(self.key.request_id, self.key.attempt)
+        return AttemptKey(self.key.request_id, self.key.attempt)
 
     @property
     def state(self) -> ReceiveState:
@@ -123,29 +123,29 @@ class Entry:
         return self.machine.state
 
     @property
-    def computed_here(self) -> bool:
+    def is_local(self) -> bool:
         """Nothing was or will be transferred for it."""
         return self.key.prefill == self.key.decode
 
     @property
     def is_record(self) -> bool:
         """Ended here: kept only to be told again."""
-        return self.state in RECORDS
+        return self.state in ENDED
 
     @property
     def is_open(self) -> bool:
         """Not committed: it is there for its prefill node, as long as that lists it."""
-        return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED, ReceiveState.TAKEN_BACK)
+        return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED, ReceiveState.REVOKED)
 
     def check_invariants(self) -> None:
         """Raises InvariantError when state and holdings disagree."""
         holds = self.seq_id is not None
         if holds != (self.state in HOLDS_BLOCKS):
             raise InvariantError(f"{self.key} is {self.state.name} with sequence {self.seq_id}")
-        if (self.taken_back is not None) != (self.state is ReceiveState.TAKEN_BACK):
-            raise InvariantError(f"{self.key} is {self.state.name} and was told {self.taken_back}")
+        if (self.revocation is not None) != (self.state is ReceiveState.REVOKED):
+            raise InvariantError(f"{self.key} is {self.state.name} and was told {self.revocation}")
         owned = self.state in (ReceiveState.OWNED, ReceiveState.RUNNING)
-        if owned and (self.commit is None) != self.computed_here:
+        if owned and (self.commit is None) != self.is_local:
             raise InvariantError(f"{self.key} is {self.state.name} and its Commit is {self.commit}")
 
 
@@ -155,7 +155,7 @@ class EntryTable:
 
     scheduler: Scheduler
     staging: StagingSlots
-    by_plan: dict[PlanKey, Entry] = field(default_factory=dict)
+    by_attempt: dict[AttemptKey, Entry] = field(default_factory=dict)
     by_key: dict[TransferKey, Entry] = field(default_factory=dict)
     by_seq: dict[int, Entry] = field(default_factory=dict)
     queued: dict[TransferKey, Entry] = field(default_factory=dict)
@@ -163,11 +163,11 @@ class EntryTable:
 
     def __iter__(self) -> Iterator[Entry]:
         """A copy: entries may be dropped meanwhile."""
-        return iter(list(self.by_plan.values()))
+        return iter(list(self.by_attempt.values()))
 
     def add(self, entry: Entry) -> None:
         """A new one, without blocks yet."""
-        self.by_plan[entry.plan_key] = self.by_key[entry.key] = entry
+        self.by_attempt[entry.attempt_key] = self.by_key[entry.key] = entry
 
     def attach(self, entry: Entry, seq_id: int) -> None:
         """It has blocks now."""
@@ -184,17 +184,17 @@ class EntryTable:
         """Leave no trace of it."""
         actions = self._end_sequence(entry, now)
         self.queued.pop(entry.key, None)
-        self.by_plan.pop(entry.plan_key, None)
+        self.by_attempt.pop(entry.attempt_key, None)
         self.by_key.pop(entry.key, None)
         return actions
 
-    def take_back(self, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
+    def revoke(self, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
         """It is not kept, and its prefill node is told so. Remembered until that no longer lists it: the Reserve may
         come once more."""
         actions = self._end_sequence(entry, now)
         self.queued.pop(entry.key, None)
-        entry.ledger, entry.taken_back = None, answer
-        entry.machine.move(ReceiveEvent.TAKE_BACK, now)
+        entry.ledger, entry.revocation = None, answer
+        entry.machine.move(ReceiveEvent.REVOKE, now)
         return [*actions, Send(entry.key.prefill, answer)]
 
     def lose(self, entry: Entry, why: str, now: float) -> list[Action]:
@@ -204,10 +204,10 @@ class EntryTable:
         entry.machine.move(ReceiveEvent.LOSE, now)
         return [*actions, gone(entry)]
 
-    def give_back(self, entry: Entry, now: float) -> list[Action]:
+    def preempt(self, entry: Entry, now: float) -> list[Action]:
         """It goes on elsewhere: a record is left, and its worker is told."""
         actions = self._end_sequence(entry, now)
-        entry.machine.move(ReceiveEvent.GIVE_BACK, now)
+        entry.machine.move(ReceiveEvent.PREEMPT, now)
         return [*actions, gone(entry)]
 
     def stop_writing(self, entry: Entry, now: float) -> list[Action]:
@@ -232,27 +232,27 @@ class EntryTable:
     def check_invariants(self) -> None:
         """Raises InvariantError when the indexes disagree."""
         self.staging.check_invariants()
-        if {id(e) for e in self.by_plan.values()} != {id(e) for e in self.by_key.values()}:
+        if {id(e) for e in self.by_attempt.values()} != {id(e) for e in self.by_key.values()}:
             raise InvariantError("decode entries are not indexed by transfer key")
-        for plan_key, entry in self.by_plan.items():
+        for attempt_key, entry in self.by_attempt.items():
             entry.check_invariants()
-            if entry.plan_key != plan_key:
-                raise InvariantError(f"{entry.key} is filed under {plan_key}")
+            if entry.attempt_key != attempt_key:
+                raise InvariantError(f"{entry.key} is filed under {attempt_key}")
             if (entry.key in self.queued) != (entry.state is ReceiveState.QUEUED):
                 raise InvariantError(f"{entry.key} is {entry.state.name} but the queue disagrees")
             if entry.seq_id is not None and self.by_seq.get(entry.seq_id) is not entry:
                 raise InvariantError(f"{entry.key} is not indexed by its sequence")
-        if len(self.by_seq) != sum(1 for e in self.by_plan.values() if e.seq_id is not None):
+        if len(self.by_seq) != sum(1 for e in self.by_attempt.values() if e.seq_id is not None):
             raise InvariantError("sequences of no entry are indexed")
 
 
 def gone(entry: Entry) -> Send:
     """What its worker is told of an entry that was lost or given back."""
-    given_back = entry.state is ReceiveState.GIVEN_BACK
+    preempted = entry.state is ReceiveState.PREEMPTED
     message = Gone(
         request_id=entry.key.request_id,
         attempt=entry.key.attempt,
-        reason="given_back" if given_back else "lost",
+        reason="preempted" if preempted else "lost",
         detail=entry.error or "",
     )
     return Send(entry.worker, message)

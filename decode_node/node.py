@@ -1,17 +1,17 @@
-"""Makes the decode leg. Composition only.
+"""Makes the decode role. Composition only.
 
 `run` serves a decode node in this process.
 """
 
 from kvferry.common.config.schema import ClusterConfig
-from kvferry.common.node.build import LegContext
+from kvferry.common.node.build import RoleContext
 from kvferry.common.node.process import run_node
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 
 
-def make_leg(context: LegContext) -> DecodeLeg:
-    """The leg of a decode node."""
-    return DecodeLeg(
+def make_role(context: RoleContext) -> DecodeRole:
+    """The role of a decode node."""
+    return DecodeRole(
         scheduler=context.scheduler,
         timers=context.timers,
         limits=context.limits,
@@ -23,4 +23,4 @@ def make_leg(context: LegContext) -> DecodeLeg:
 
 def run(config: ClusterConfig) -> int:
     """Serve until told to end; returns the exit code."""
-    return run_node(config, "decode", lambda context: (make_leg(context),))
+    return run_node(config, "decode", lambda context: (make_role(context),))

@@ -6,8 +6,8 @@ OWNED       committed: this node answers for the request, but pieces are missing
 RUNNING     every piece is there and right: it decodes
 FINISHED    its last token was drawn
 FAILED      no token could be drawn
-TAKEN_BACK  granted and not kept; its prefill node knows, or will
-GIVEN_BACK  preempted, or drained: it goes on elsewhere
+REVOKED  granted and not kept; its prefill node knows, or will
+PREEMPTED  preempted, or drained: it goes on elsewhere
 LOST        it cannot go on here: pieces or time are missing
 The last four are records without blocks, kept until the worker's list no longer has them.
 A request whose prompt was computed in this very process is RUNNING at once: it has its blocks, and no pieces come.
@@ -28,12 +28,12 @@ class ReceiveState(Enum):
 
     QUEUED = auto()
     RESERVED = auto()
-    TAKEN_BACK = auto()
+    REVOKED = auto()
     OWNED = auto()
     RUNNING = auto()
     FINISHED = auto()
     FAILED = auto()
-    GIVEN_BACK = auto()
+    PREEMPTED = auto()
     LOST = auto()
 
 
@@ -42,20 +42,20 @@ class ReceiveEvent(Enum):
 
     GRANT = auto()
     """There is room."""
-    TAKE_BACK = auto()
+    REVOKE = auto()
     """The decode node does not keep what it granted. A copy of the Reserve must not be granted anew: pieces that were
     sent for the first grant would be taken for the second one's."""
     COMMIT = auto()
     """The prefill node hands it over."""
-    GO_ON_HERE = auto()
-    """The prefill leg of this process has computed it."""
+    ADOPT = auto()
+    """The prefill role of this process has computed it."""
     COMPLETE = auto()
     """The last missing piece is there, and all are right."""
     FINISH = auto()
     """Its last token was drawn."""
     FAIL = auto()
     """No token could be drawn."""
-    GIVE_BACK = auto()
+    PREEMPT = auto()
     """Preempted, or the drain took too long."""
     LOSE = auto()
     """Pieces did not come or are wrong, or its deadline passed."""
@@ -67,21 +67,21 @@ RECEIVE_TABLE = Table(
     _S.QUEUED,
     {
         (_S.QUEUED, _E.GRANT): _S.RESERVED,
-        (_S.QUEUED, _E.GO_ON_HERE): _S.RUNNING,
-        (_S.QUEUED, _E.TAKE_BACK): _S.TAKEN_BACK,
-        (_S.RESERVED, _E.TAKE_BACK): _S.TAKEN_BACK,
+        (_S.QUEUED, _E.ADOPT): _S.RUNNING,
+        (_S.QUEUED, _E.REVOKE): _S.REVOKED,
+        (_S.RESERVED, _E.REVOKE): _S.REVOKED,
         (_S.RESERVED, _E.COMMIT): _S.OWNED,
         (_S.OWNED, _E.COMPLETE): _S.RUNNING,
         (_S.OWNED, _E.LOSE): _S.LOST,
-        (_S.OWNED, _E.GIVE_BACK): _S.GIVEN_BACK,
+        (_S.OWNED, _E.PREEMPT): _S.PREEMPTED,
         (_S.RUNNING, _E.FINISH): _S.FINISHED,
         (_S.RUNNING, _E.FAIL): _S.FAILED,
-        (_S.RUNNING, _E.GIVE_BACK): _S.GIVEN_BACK,
+        (_S.RUNNING, _E.PREEMPT): _S.PREEMPTED,
         (_S.RUNNING, _E.LOSE): _S.LOST,
     },
 )
 HOLDS_BLOCKS = (_S.RESERVED, _S.OWNED, _S.RUNNING)
-RECORDS = (_S.FINISHED, _S.FAILED, _S.GIVEN_BACK, _S.LOST)
+ENDED = (_S.FINISHED, _S.FAILED, _S.PREEMPTED, _S.LOST)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.common.base.errors import RequestInvalidError
-from kvferry.common.base.ids import PlanKey
+from kvferry.common.base.ids import AttemptKey
 from kvferry.common.cluster.actions import (
     Action,
     ExpectPieces,
@@ -43,7 +43,7 @@ class Reservations:
         """A prefill node asks; asking again gets the same answer."""
         key = message.key
         actions: list[Action] = []
-        present = self.entries.by_plan.get(PlanKey(key.request_id, key.attempt))
+        present = self.entries.by_attempt.get(AttemptKey(key.request_id, key.attempt))
         if present is not None:
             if present.key == key:
                 return self._answer_again(present)
@@ -66,9 +66,9 @@ class Reservations:
         if self.draining:
             return "draining"
         worker = self.clients().get(message.worker)
-        if worker is None or now - worker.last_beat > self.timers.worker_link_s:
+        if worker is None or now - worker.last_heartbeat > self.timers.worker_link_s:
             return "no_worker_link"
-        if not worker.wants(message.plan_no, key.request_id, key.attempt):
+        if not worker.wants(message.placement_no, key.request_id, key.attempt):
             return "gone"
         if not client.wants(message.transfer_no, key.request_id, key.attempt, key.generation):
             return "gone"
@@ -110,8 +110,8 @@ class Reservations:
             return [Send(entry.key.prefill, Queued(key=entry.key))]
         if entry.state is ReceiveState.RESERVED:
             return [self._grant_message(entry)]
-        if entry.taken_back is not None:
-            return [Send(entry.key.prefill, entry.taken_back)]
+        if entry.revocation is not None:
+            return [Send(entry.key.prefill, entry.revocation)]
         return []  # committed since: the Reserve is an old copy
 
     def grant_queued(self, now: float) -> list[Action]:
@@ -153,7 +153,7 @@ class Reservations:
         held = sum(len(scheduler.block_table(e.seq_id)) for e in victims if e.seq_id is not None)
         return (load.free_blocks + held) * load.block_size >= head.spec.tokens_to_start
 
-    def take_back_unused(self, now: float) -> list[Action]:
+    def revoke_unused(self, now: float) -> list[Action]:
         """While others wait: grants that no piece has come for in `grant_idle_s`."""
         actions: list[Action] = []
         for entry in self.entries if self.entries.queued else ():
@@ -173,7 +173,7 @@ class Reservations:
 
     def _revoke(self, entry: Entry, reason: str, now: float) -> list[Action]:
         """Not committed, so nobody rests on it: its prefill node asks the next candidate."""
-        return self.entries.take_back(entry, Revoke(key=entry.key, reason=reason), now)
+        return self.entries.revoke(entry, Revoke(key=entry.key, reason=reason), now)
 
     def drain(self, now: float) -> list[Action]:
         """Grant nothing more; what is not committed is taken back."""

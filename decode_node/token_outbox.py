@@ -1,4 +1,4 @@
-"""What the decode leg says to workers of its tokens: one message a step and worker. Pure.
+"""What the decode role says to workers of its tokens: one message a step and worker. Pure.
 
 Rule 30: an engine never waits for a worker. The tokens themselves are in each entry's own list.
 """

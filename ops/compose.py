@@ -2,20 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from kvferry.common.config.schema import ClusterConfig, Role
+from kvferry.common.config.schema import ClusterConfig, NodeKind
 
 if TYPE_CHECKING:
     from kvferry.router.http.shell import AsgiShell
 
 
-def run_role(config: ClusterConfig, role: Role) -> int:
+def run_role(config: ClusterConfig, role: NodeKind) -> int:
     """Serve a node of this role until told to end; the exit code."""
     match role:
         case "prefill":
             from kvferry.prefill_node.node import run
         case "decode":
             from kvferry.decode_node.node import run
-        case "unsplit":
+        case "colocated":
             from kvferry.ops.colocated_node import run
     return run(config)
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
 )
 from kvferry.common.cluster.actions import (
     Action,
     Send,
 )
 from kvferry.common.cluster.clients import Client
-from kvferry.common.cluster.node_role import GoesOnHere
+from kvferry.common.cluster.node_role import LocalDecode
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Gone, Job
 from kvferry.common.scheduling.scheduler import Scheduler
@@ -27,10 +27,10 @@ from kvferry.prefill_node.jobs import JobTable
 
 
 @dataclass(slots=True)
-class Intake:
+class JobAdmission:
     """Takes jobs, or says why not."""
 
-    me: Incarnation
+    self_id: Incarnation
     jobs: JobTable
     scheduler: Scheduler
     decodes: DecodeLinks
@@ -38,15 +38,15 @@ class Intake:
     limits: Limits
     most_tokens: int
     """Positions that all of the node's blocks have room for."""
-    here: GoesOnHere | None
+    here: LocalDecode | None
     draining: bool = False
 
     def on_job(self, client: Client, message: Job, now: float) -> list[Action]:
         """A Job came; a copy of one that is known changes nothing."""
-        key = PlanKey(message.request_id, message.attempt)
-        if key in self.jobs.by_plan or (self.here is not None and self.here.knows(*key)):
+        key = AttemptKey(message.request_id, message.attempt)
+        if key in self.jobs.by_attempt or (self.here is not None and self.here.knows(*key)):
             return []
-        if not client.wants(message.plan_no, *key):
+        if not client.wants(message.placement_no, *key):
             gone = Gone(request_id=key.request_id, attempt=key.attempt, reason="lost", detail="not wanted any more")
             return [Send(client.incarnation, gone)]
         reason = self._refusal(message)
@@ -61,7 +61,7 @@ class Intake:
             return [Send(client.incarnation, failed)]
         self.jobs.add(job, seq_id)
         for candidate in message.candidates if not job.stays else ():
-            if candidate.incarnation != self.me:
+            if candidate.incarnation != self.self_id:
                 actions += self.decodes.know(candidate, now)
         return actions
 
@@ -93,7 +93,7 @@ class Intake:
     def _stays(self, message: Job, spec: SequenceSpec) -> bool:
         """Named here, or nowhere: it goes on here, unless only another node could hold it to its end."""
         named = {candidate.incarnation for candidate in message.candidates}
-        if self.here is None or (named and self.me not in named):
+        if self.here is None or (named and self.self_id not in named):
             return False
         return spec.max_kv_tokens <= self.most_tokens or len(named) <= 1
 
@@ -107,7 +107,7 @@ class Intake:
                 if earlier.pinned:
                     actions += self.jobs.drop(earlier, now)
                     continue
-                seq_id = self.scheduler.take_over(earlier.seq_id, spec, now)
+                seq_id = self.scheduler.inherit_blocks(earlier.seq_id, spec, now)
                 self.jobs.detach(earlier)
                 self.jobs.forget(earlier)
                 return seq_id, actions

@@ -27,20 +27,20 @@ from kvferry.common.cluster.links import (
 )
 from kvferry.common.protocol.messages import (
     Abort,
-    Beat,
-    BeatEntry,
     Candidate,
     CommitRefused,
     Committed,
     Granted,
+    Heartbeat,
     HelloRefused,
     Message,
-    OtherLife,
     Queued,
     Refused,
     Revoke,
     Status,
+    WantedRequest,
     Welcome,
+    WrongIncarnation,
 )
 from kvferry.prefill_node.handover import HandoverSender
 from kvferry.prefill_node.handover_table import SendState
@@ -49,7 +49,7 @@ Answer = Granted | Queued | Refused | Committed | CommitRefused | Revoke
 
 
 @dataclass(slots=True)
-class News:
+class LinkUpdate:
     """What an event on the links meant."""
 
     actions: list[Action] = field(default_factory=list)
@@ -88,52 +88,52 @@ class DecodeLinks:
             return True
         return link.up and link.peer == candidate.incarnation
 
-    def on_event(self, event: Event, now: float) -> News:
+    def on_event(self, event: Event, now: float) -> LinkUpdate:
         """Take an event in. Lives that ended are among the news, each once."""
-        news = News()
+        update = LinkUpdate()
         match event:
             case Received(envelope, endpoint):
-                self._on_message(endpoint, envelope.sender, envelope.message, now, news)
+                self._on_message(endpoint, envelope.sender, envelope.message, now, update)
             case LinkConnected(endpoint):
-                news.actions += self.links.on_connected(endpoint, now)
+                update.actions += self.links.on_connected(endpoint, now)
             case LinkClosed(endpoint):
-                news.actions += self.links.on_closed(endpoint, now)
+                update.actions += self.links.on_closed(endpoint, now)
             case ProbeAnswered(endpoint, result):
-                news.actions += self.links.on_probe(endpoint, result == "refused", now)
+                update.actions += self.links.on_probe(endpoint, result == "refused", now)
             case Tick():
-                news.actions += self.links.tick(now)
+                update.actions += self.links.tick(now)
             case _:
                 pass
-        news.lost = self.links.take_lost()
-        self._staged.difference_update(news.lost)
-        news.actions += [CloseKv(peer) for peer in news.lost]
-        return news
+        update.lost = self.links.take_lost()
+        self._staged.difference_update(update.lost)
+        update.actions += [CloseKv(peer) for peer in update.lost]
+        return update
 
     def _reachable(self, staging: tuple[str, ...]) -> str:
         places = [place for place in staging if self.staging_host and place.startswith(self.staging_host)]
         return places[0] if places else ""
 
-    def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float, news: News) -> None:
+    def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float, update: LinkUpdate) -> None:
         if isinstance(message, Welcome):
-            news.actions += self.links.on_welcome(endpoint, sender, message, now)
+            update.actions += self.links.on_welcome(endpoint, sender, message, now)
             if self.is_up(sender) and message.kv_endpoints:
                 staging = self._reachable(message.staging)
                 if staging:
                     self._staged.add(sender)
-                news.actions.append(OpenKv(sender, message.kv_endpoints, staging))
-                news.up.append(sender)
+                update.actions.append(OpenKv(sender, message.kv_endpoints, staging))
+                update.up.append(sender)
             return
         if isinstance(message, HelloRefused):
             self.links.on_hello_refused(endpoint, message, now)
             return
-        news.actions += self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, OtherLife))
+        update.actions += self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, WrongIncarnation))
         link = self.links.peer(sender)
-        if link is None or isinstance(message, OtherLife):
+        if link is None or isinstance(message, WrongIncarnation):
             return
         if isinstance(message, Status):
             self.links.on_status(link, message, now)
         elif isinstance(message, Answer) and message.key.decode == sender:
-            news.key, news.message = message.key, message
+            update.key, update.message = message.key, message
 
     def dispatch(self, sender: HandoverSender, message: Answer, now: float) -> list[Action]:
         """Give a decode node's answer to the hand-over that it concerns."""
@@ -158,12 +158,12 @@ class DecodeLinks:
         stopped = sender is None or not sender.may_write(message.key)
         return [Send(message.key.decode, Abort(key=message.key, stopped=stopped))]
 
-    def beats(self, senders: Iterable[HandoverSender], transfer_no: int) -> list[Action]:
+    def heartbeats(self, senders: Iterable[HandoverSender], transfer_no: int) -> list[Action]:
         """The list of what is wanted, one for each live decode node."""
-        entries: dict[Incarnation, list[BeatEntry]] = {}
+        entries: dict[Incarnation, list[WantedRequest]] = {}
         for sender in senders:
             if sender.key is not None:
-                entry = BeatEntry(
+                entry = WantedRequest(
                     request_id=sender.key.request_id,
                     attempt=sender.key.attempt,
                     next_index=0,
@@ -174,7 +174,7 @@ class DecodeLinks:
         actions: list[Action] = []
         for peer, link in self.links.by_peer.items():
             if link.up:
-                link.beat_no += 1
+                link.heartbeat_no += 1
                 wanted = tuple(entries.get(peer, ()))
-                actions.append(Send(peer, Beat(beat_no=link.beat_no, as_of=transfer_no, entries=wanted)))
+                actions.append(Send(peer, Heartbeat(heartbeat_no=link.heartbeat_no, as_of=transfer_no, entries=wanted)))
         return actions

@@ -30,8 +30,8 @@ from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
 from kvferry.prefill_node.handover_table import (
     FINAL,
-    OPEN,
     SEND_TABLE,
+    UNCOMMITTED,
     SendEvent,
     SendState,
 )
@@ -69,7 +69,7 @@ class NextToken:
 class HandoverSender:
     """One attempt's hand-over."""
 
-    me: Incarnation
+    self_id: Incarnation
     reserve: Reserve
     """A template: key, transfer_no and times are filled at each sending."""
     candidates: list[Candidate]
@@ -131,7 +131,7 @@ class HandoverSender:
         """Takes up a transfer slot."""
         return self.may_send and (self.state is SendState.GRANTED or self.pieces_in_flight > 0)
 
-    # -- commands of the leg
+    # -- commands of the role
 
     def ask(self, now: float) -> list[Action]:
         """Ask the next candidate; none left: the hand-over fails with no_room."""
@@ -142,7 +142,7 @@ class HandoverSender:
         self.target = self.candidates.pop(0)
         self._generation += 1
         old = self.reserve.key
-        self.key = TransferKey(old.request_id, old.attempt, self._generation, self.me, self.target.incarnation)
+        self.key = TransferKey(old.request_id, old.attempt, self._generation, self.self_id, self.target.incarnation)
         self.transfer_no = self.new_transfer_no()
         self.may_send, self._slots = False, ()
         self._plan.restart()
@@ -388,7 +388,7 @@ class HandoverSender:
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the state and what was sent disagree."""
-        if self.commit_sent and self.state in OPEN:
+        if self.commit_sent and self.state in UNCOMMITTED:
             raise InvariantError(f"a Commit was sent but the hand-over is {self.state.name}")
         if self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED) and self.key is None:
             raise InvariantError("granted without a key")

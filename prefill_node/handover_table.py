@@ -49,14 +49,14 @@ class SendEvent(Enum):
 
 
 _S, _E = SendState, SendEvent
-OPEN = (_S.IDLE, _S.ASKING, _S.QUEUED, _S.GRANTED)
+UNCOMMITTED = (_S.IDLE, _S.ASKING, _S.QUEUED, _S.GRANTED)
 SEND_TABLE = Table(
     "hand-over (sender)",
     _S.IDLE,
     {
-        **{(state, _E.ASK): _S.ASKING for state in OPEN},
-        **{(state, _E.FAIL): _S.FAILED for state in (*OPEN, _S.COMMITTING)},
-        **{(state, _E.ABORT): _S.ABORTED for state in (*OPEN, _S.COMMITTING, _S.COMMITTED, _S.FAILED)},
+        **{(state, _E.ASK): _S.ASKING for state in UNCOMMITTED},
+        **{(state, _E.FAIL): _S.FAILED for state in (*UNCOMMITTED, _S.COMMITTING)},
+        **{(state, _E.ABORT): _S.ABORTED for state in (*UNCOMMITTED, _S.COMMITTING, _S.COMMITTED, _S.FAILED)},
         (_S.ASKING, _E.QUEUED): _S.QUEUED,
         (_S.QUEUED, _E.QUEUED): _S.QUEUED,
         (_S.ASKING, _E.GRANTED): _S.GRANTED,

@@ -6,10 +6,10 @@ COMPUTED   its next token is known; the hand-over goes on
 HANDED     a decode node owns the request; blocks stay until that node has every piece, or the worker heard it speak
 FINISHED   the first token ended it
 FAILED     no hand-over: the worker plans again; the KV may be held for a next attempt here
-GIVEN_BACK the drain took too long: the worker plans it again elsewhere
+PREEMPTED the drain took too long: the worker plans it again elsewhere
 The last four are records, kept until the worker's list no longer has them.
 
-What the prefill leg tells workers of their jobs. Pure: makes messages, changes nothing.
+What the prefill role tells workers of their jobs. Pure: makes messages, changes nothing.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ import msgspec
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
 )
 from kvferry.common.cluster.actions import (
     Action,
@@ -51,7 +51,7 @@ class JobState(Enum):
     HANDED = auto()
     FINISHED = auto()
     FAILED = auto()
-    GIVEN_BACK = auto()
+    PREEMPTED = auto()
 
 
 class JobEvent(Enum):
@@ -67,7 +67,7 @@ class JobEvent(Enum):
     """A decode node said that it owns the request."""
     FAIL = auto()
     """No hand-over: no room, a loss, the deadline, or no token could be drawn."""
-    GIVE_BACK = auto()
+    PREEMPT = auto()
     """The drain took too long."""
 
 
@@ -83,17 +83,17 @@ JOB_TABLE = Table(
         (_S.COMPUTED, _E.FINISH): _S.FINISHED,
         (_S.COMPUTED, _E.HAND_OVER): _S.HANDED,
         **{(state, _E.FAIL): _S.FAILED for state in _LIVE},
-        **{(state, _E.GIVE_BACK): _S.GIVEN_BACK for state in _LIVE},
+        **{(state, _E.PREEMPT): _S.PREEMPTED for state in _LIVE},
         (_S.FAILED, _E.PREFILLED): _S.FAILED,
         (_S.FAILED, _E.FAIL): _S.FAILED,
     },
 )
-RECORDS = (_S.HANDED, _S.FINISHED, _S.FAILED, _S.GIVEN_BACK)
+ENDED = (_S.HANDED, _S.FINISHED, _S.FAILED, _S.PREEMPTED)
 
 
 @dataclass(slots=True)
 class PrefillJob:
-    """What the prefill leg knows of one attempt of one request."""
+    """What the prefill role knows of one attempt of one request."""
 
     worker: Incarnation
     job: Job
@@ -123,9 +123,9 @@ class PrefillJob:
         self.machine = Machine(JOB_TABLE, f"{self.job.request_id[:8]}/{self.job.attempt}")
 
     @property
-    def plan_key(self) -> PlanKey:
+    def attempt_key(self) -> AttemptKey:
         """What the worker knows it by."""
-        return PlanKey(self.job.request_id, self.job.attempt)
+        return AttemptKey(self.job.request_id, self.job.attempt)
 
     @property
     def state(self) -> JobState:
@@ -135,7 +135,7 @@ class PrefillJob:
     @property
     def is_record(self) -> bool:
         """Ended here: kept only to be told again."""
-        return self.state in RECORDS
+        return self.state in ENDED
 
     @property
     def stays(self) -> bool:
@@ -156,13 +156,13 @@ class PrefillJob:
     def check_invariants(self) -> None:
         """Raises InvariantError when state and parts disagree."""
         if self.state in _LIVE and not self.delisted and self.seq_id is None:
-            raise InvariantError(f"{self.plan_key} is {self.state.name} without a sequence")
+            raise InvariantError(f"{self.attempt_key} is {self.state.name} without a sequence")
         if self.pinned != (self.sender is not None and self.sender.pieces_in_flight > 0):
-            raise InvariantError(f"{self.plan_key}: pinned is {self.pinned}, but pieces in flight say otherwise")
+            raise InvariantError(f"{self.attempt_key}: pinned is {self.pinned}, but pieces in flight say otherwise")
         if self.delisted and self.seq_id is not None:
-            raise InvariantError(f"{self.plan_key} is not wanted and still has a sequence")
+            raise InvariantError(f"{self.attempt_key} is not wanted and still has a sequence")
         if self.stays and (self.sender is not None or self.state is JobState.HANDED):
-            raise InvariantError(f"{self.plan_key} stays here and is handed over")
+            raise InvariantError(f"{self.attempt_key} stays here and is handed over")
         if self.sender is not None:
             self.sender.check_invariants()
 
@@ -193,9 +193,9 @@ def handed_over_to(job: Job, decode: Incarnation) -> HandedOver:
     return HandedOver(request_id=job.request_id, attempt=job.attempt, decode=decode)
 
 
-def given_back(job: PrefillJob) -> Send:
+def preempted(job: PrefillJob) -> Send:
     """It is to be planned again elsewhere, at no cost."""
-    return Send(job.worker, Gone(request_id=job.job.request_id, attempt=job.job.attempt, reason="given_back"))
+    return Send(job.worker, Gone(request_id=job.job.request_id, attempt=job.job.attempt, reason="preempted"))
 
 
 def state(job: PrefillJob, next_index: int, resend: bool) -> list[Action]:
@@ -204,8 +204,8 @@ def state(job: PrefillJob, next_index: int, resend: bool) -> list[Action]:
         return [handed_over(job)]
     if job.state is JobState.FAILED and job.failure is not None:
         return [Send(job.worker, job.failure)]
-    if job.state is JobState.GIVEN_BACK:
-        return [given_back(job)]
+    if job.state is JobState.PREEMPTED:
+        return [preempted(job)]
     missed = job.first_token is not None and job.first_token.index >= next_index
     if missed and (resend or job.state is JobState.FINISHED):
         assert job.first_token is not None

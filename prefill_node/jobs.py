@@ -1,4 +1,4 @@
-"""All jobs of the prefill leg: found by plan and by sequence, and how their blocks are let go of. Pure.
+"""All jobs of the prefill role: found by plan and by sequence, and how their blocks are let go of. Pure.
 
 The scheduler owns blocks; a job has them through its sequence. While the transport may still read them they are pinned
 there, whatever becomes of the job. Protocol rules 21 and 22.
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
     RequestId,
 )
 from kvferry.common.cluster.actions import Action
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.sequence import Status
+from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.prefill_node.handover import HandoverSender
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import (
@@ -23,8 +23,8 @@ from kvferry.prefill_node.job import (
     PrefillJob,
 )
 
-CURRENT = (JobState.QUEUED, JobState.COMPUTING, JobState.COMPUTED)
-OPEN = (SendState.ASKING, SendState.QUEUED, SendState.GRANTED, SendState.COMMITTING)
+LIVE = (JobState.QUEUED, JobState.COMPUTING, JobState.COMPUTED)
+WANTED_AT_DECODE = (SendState.ASKING, SendState.QUEUED, SendState.GRANTED, SendState.COMMITTING)
 
 
 @dataclass(slots=True)
@@ -32,39 +32,41 @@ class JobTable:
     """See the module's docstring."""
 
     scheduler: Scheduler
-    by_plan: dict[PlanKey, PrefillJob] = field(default_factory=dict)
+    by_attempt: dict[AttemptKey, PrefillJob] = field(default_factory=dict)
     by_seq: dict[int, PrefillJob] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[PrefillJob]:
         """A copy: jobs may be forgotten meanwhile."""
-        return iter(list(self.by_plan.values()))
+        return iter(list(self.by_attempt.values()))
 
     def add(self, job: PrefillJob, seq_id: int) -> None:
         """A job with its sequence."""
         job.seq_id = seq_id
-        self.by_plan[job.plan_key] = self.by_seq[seq_id] = job
+        self.by_attempt[job.attempt_key] = self.by_seq[seq_id] = job
 
     # -- which ones
 
     def of_request(self, request_id: RequestId) -> list[PrefillJob]:
         """All attempts of a request."""
-        return [job for job in self.by_plan.values() if job.job.request_id == request_id]
+        return [job for job in self.by_attempt.values() if job.job.request_id == request_id]
 
     def of_worker(self, worker: Incarnation) -> list[PrefillJob]:
         """All of a worker."""
-        return [job for job in self.by_plan.values() if job.worker == worker]
+        return [job for job in self.by_attempt.values() if job.worker == worker]
 
     def aimed_at(self, peer: Incarnation) -> list[tuple[PrefillJob, HandoverSender]]:
         """Those whose hand-over is to this decode node."""
         return [
             (job, job.sender)
-            for job in self.by_plan.values()
+            for job in self.by_attempt.values()
             if job.sender is not None and job.sender.key is not None and job.sender.key.decode == peer
         ]
 
     def open_senders(self) -> list[HandoverSender]:
         """Hand-overs that their decode node shall know of."""
-        return [j.sender for j in self.by_plan.values() if j.sender is not None and j.sender.state in OPEN]
+        return [
+            j.sender for j in self.by_attempt.values() if j.sender is not None and j.sender.state in WANTED_AT_DECODE
+        ]
 
     @property
     def ungranted_blocks(self) -> int:
@@ -72,7 +74,7 @@ class JobTable:
         return sum(job.num_blocks for job in self.by_seq.values() if job.ungranted)
 
     @property
-    def held_blocks(self) -> int:
+    def retained_blocks(self) -> int:
         """Blocks kept after failed hand-overs."""
         return sum(job.num_blocks for job in self.by_seq.values() if job.state is JobState.FAILED)
 
@@ -89,29 +91,29 @@ class JobTable:
     def drop(self, job: PrefillJob, now: float) -> list[Action]:
         """The worker wants no more of it. It stays, unlisted, only while the transport still reads its blocks."""
         actions = self.abort_sender(job, now)
-        self.let_go(job)
+        self.release(job)
         if job.pinned:
             job.delisted = True
             return actions
         self.forget(job)
         return actions
 
-    def let_go(self, job: PrefillJob) -> None:
+    def release(self, job: PrefillJob) -> None:
         """End the job's sequence; what is computed becomes prefix cache. No piece can be sent again after this."""
         if job.seq_id is None:
             return
         if job.sender is not None:
             job.sender.forget_pieces()
-        if self.scheduler.status(job.seq_id) is Status.PREFILLED:
+        if self.scheduler.status(job.seq_id) is SequenceStatus.PREFILLED:
             self.scheduler.release(job.seq_id)
         else:
             self.scheduler.abort(job.seq_id)
         self.detach(job)
 
-    def let_go_if_complete(self, job: PrefillJob) -> None:
+    def release_if_complete(self, job: PrefillJob) -> None:
         """The decode node has every piece: the blocks become prefix cache."""
         if job.state is JobState.HANDED and job.sender is not None and job.sender.complete:
-            self.let_go(job)
+            self.release(job)
 
     def detach(self, job: PrefillJob) -> None:
         """The scheduler's sequence is no longer this job's; blocks that a transport still reads stay pinned there."""
@@ -122,7 +124,7 @@ class JobTable:
 
     def forget(self, job: PrefillJob) -> None:
         """Leave no trace of it."""
-        self.by_plan.pop(job.plan_key, None)
+        self.by_attempt.pop(job.attempt_key, None)
 
     def sync_pin(self, job: PrefillJob) -> None:
         """Blocks are pinned while the transport may read them."""
@@ -136,12 +138,12 @@ class JobTable:
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the indexes disagree."""
-        for plan_key, job in self.by_plan.items():
+        for attempt_key, job in self.by_attempt.items():
             job.check_invariants()
-            if job.plan_key != plan_key:
-                raise InvariantError(f"{job.plan_key} is filed under {plan_key}")
+            if job.attempt_key != attempt_key:
+                raise InvariantError(f"{job.attempt_key} is filed under {attempt_key}")
             if job.seq_id is not None and self.by_seq.get(job.seq_id) is not job:
-                raise InvariantError(f"{job.plan_key} is not indexed by its sequence")
+                raise InvariantError(f"{job.attempt_key} is not indexed by its sequence")
         for seq_id, job in self.by_seq.items():
-            if job.seq_id != seq_id or self.by_plan.get(job.plan_key) is not job:
+            if job.seq_id != seq_id or self.by_attempt.get(job.attempt_key) is not job:
                 raise InvariantError(f"sequence {seq_id} belongs to no job")

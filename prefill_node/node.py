@@ -1,23 +1,23 @@
-"""Makes the prefill leg. Composition only.
+"""Makes the prefill role. Composition only.
 
 `run` serves a prefill node in this process.
 """
 
 from kvferry.common.cluster.links import LinkTable
-from kvferry.common.cluster.node_role import GoesOnHere
+from kvferry.common.cluster.node_role import LocalDecode
 from kvferry.common.config.schema import ClusterConfig
-from kvferry.common.node.build import LegContext
+from kvferry.common.node.build import RoleContext
 from kvferry.common.node.process import run_node
 from kvferry.common.protocol.messages import Hello
 from kvferry.prefill_node.decode_links import DecodeLinks
-from kvferry.prefill_node.role import PrefillLeg
+from kvferry.prefill_node.role import PrefillRole
 
 
-def make_leg(context: LegContext, here: GoesOnHere | None = None) -> PrefillLeg:
-    """The leg of a prefill node; `here` is the decode leg of the same process, if it has one."""
+def make_role(context: RoleContext, here: LocalDecode | None = None) -> PrefillRole:
+    """The role of a prefill node; `here` is the decode role of the same process, if it has one."""
     hello = Hello(kind="prefill", name=context.name, compatibility=context.compatibility)
-    return PrefillLeg(
-        me=context.incarnation,
+    return PrefillRole(
+        self_id=context.incarnation,
         scheduler=context.scheduler,
         timers=context.timers,
         limits=context.limits,
@@ -31,4 +31,4 @@ def make_leg(context: LegContext, here: GoesOnHere | None = None) -> PrefillLeg:
 
 def run(config: ClusterConfig) -> int:
     """Serve until told to end; returns the exit code."""
-    return run_node(config, "prefill", lambda context: (make_leg(context),))
+    return run_node(config, "prefill", lambda context: (make_role(context),))

@@ -1,4 +1,4 @@
-"""The prefill leg: computes prompts, sends first tokens, hands requests over. Pure.
+"""The prefill role: computes prompts, sends first tokens, hands requests over. Pure.
 
 The life of a request here:
  1. Job: queued by priority and age, unless its worker's list says that it is not wanted any more (`intake.py`).
@@ -8,8 +8,8 @@ The life of a request here:
  5. Commit to one candidate; when that owns the request: HandedOver, and the blocks become prefix cache (`jobs.py`).
  6. No candidate left, or the Commit failed: HandoverFailed; the KV is held a while for the next attempt.
 
-In a process with a decode leg too, a job that names this node, or none, stays: its blocks are those that it decodes
-with, no decode node is asked, nothing is ferried. With its first token it is the decode leg's.
+In a process with a decode role too, a job that names this node, or none, stays: its blocks are those that it decodes
+with, no decode node is asked, nothing is ferried. With its first token it is the decode role's.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
     RequestId,
     TransferKey,
 )
@@ -36,44 +36,44 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.cluster.node_role import (
-    ComputedHere,
-    GoesOnHere,
+    LocalDecode,
+    LocalHandover,
 )
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.shape import KvShape
-from kvferry.common.protocol.messages import Cancel, FirstToken, Job, Message, Role
+from kvferry.common.protocol.messages import Cancel, FirstToken, Job, Message, RoleName
 from kvferry.common.scheduling.events import (
     ChunkComputed,
     Failed,
     Finished,
-    GivenBack,
+    Preempted,
     Prefilled,
     Sampled,
     SchedulerEvent,
     Started,
 )
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.sequence import SequenceSpec, Status
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.sequence import SequenceSpec, SequenceStatus
+from kvferry.common.scheduling.step import StepBatch
 from kvferry.prefill_node import job as reports
-from kvferry.prefill_node.admission import Intake
+from kvferry.prefill_node.admission import JobAdmission
 from kvferry.prefill_node.decode_links import DecodeLinks
 from kvferry.prefill_node.job import (
     JobEvent,
     PrefillJob,
 )
 from kvferry.prefill_node.jobs import (
-    CURRENT,
+    LIVE,
     JobTable,
 )
-from kvferry.prefill_node.transfer import Ferry
+from kvferry.prefill_node.transfer import HandoverManager
 
 
 @dataclass(slots=True)
-class PrefillLeg:
+class PrefillRole:
     """All requests of the prefill role of one process."""
 
-    me: Incarnation
+    self_id: Incarnation
     scheduler: Scheduler
     timers: Timers
     limits: Limits
@@ -81,18 +81,18 @@ class PrefillLeg:
     decodes: DecodeLinks
     num_blocks: int
     block_size: int
-    here: GoesOnHere | None = None
-    """The decode leg of the same process, if it has one."""
-    role: Role = "prefill"
+    here: LocalDecode | None = None
+    """The decode role of the same process, if it has one."""
+    name: RoleName = "prefill"
     jobs: JobTable = field(init=False)
-    _intake: Intake = field(init=False)
-    _ferry: Ferry = field(init=False)
-    _last_beat: float = -1e9
+    _admission: JobAdmission = field(init=False)
+    _handovers: HandoverManager = field(init=False)
+    _last_heartbeat: float = -1e9
 
     def __post_init__(self) -> None:
         self.jobs = JobTable(self.scheduler)
-        self._intake = Intake(
-            self.me,
+        self._admission = JobAdmission(
+            self.self_id,
             self.jobs,
             self.scheduler,
             self.decodes,
@@ -101,8 +101,8 @@ class PrefillLeg:
             self.num_blocks * self.block_size,
             self.here,
         )
-        self._ferry = Ferry(
-            self.me,
+        self._handovers = HandoverManager(
+            self.self_id,
             self.jobs,
             self.scheduler,
             self.decodes,
@@ -115,14 +115,14 @@ class PrefillLeg:
     # -- messages of workers
 
     def handles(self, message: Message) -> bool:
-        """Job comes from workers; answers of decode nodes come over the leg's own links."""
+        """Job comes from workers; answers of decode nodes come over the role's own links."""
         return isinstance(message, Job)
 
     def on_message(self, client: Client, message: Message, now: float) -> list[Action]:
         """See the module's docstring."""
         match message:
             case Job():
-                return self._intake.on_job(client, message, now)
+                return self._admission.on_job(client, message, now)
             case Cancel():
                 return self._on_cancel(client, message, now)
             case _:
@@ -137,14 +137,14 @@ class PrefillLeg:
 
     # -- lists
 
-    def on_list(self, client: Client, now: float) -> list[Action]:
+    def on_heartbeat(self, client: Client, now: float) -> list[Action]:
         """Free what the worker's list no longer has; answer what it expects."""
         actions: list[Action] = []
         for job in self.jobs.of_worker(client.incarnation):
-            if not client.wants(job.job.plan_no, *job.plan_key):
+            if not client.wants(job.job.placement_no, *job.attempt_key):
                 actions += self.jobs.drop(job, now)
         for entry in client.entries.values():
-            known = self.jobs.by_plan.get(PlanKey(entry.request_id, entry.attempt))
+            known = self.jobs.by_attempt.get(AttemptKey(entry.request_id, entry.attempt))
             if entry.expected and known is not None and known.worker == client.incarnation:
                 actions += reports.state(known, entry.next_index, entry.resend)
         return actions
@@ -158,7 +158,7 @@ class PrefillLeg:
 
     def knows(self, request_id: RequestId, attempt: int) -> bool:
         """Whether anything is held or recorded for this attempt."""
-        job = self.jobs.by_plan.get(PlanKey(request_id, attempt))
+        job = self.jobs.by_attempt.get(AttemptKey(request_id, attempt))
         return job is not None and not job.delisted
 
     # -- scheduler
@@ -174,9 +174,9 @@ class PrefillLeg:
         want = -(-(len(spec.token_ids) + 1) // self.block_size)
         return ungranted == 0 or ungranted + want <= self.limits.ungranted_share * self.num_blocks
 
-    def wants_layers(self, plan: StepPlan) -> bool:
+    def wants_layers(self, plan: StepBatch) -> bool:
         """Report layers when something of this step is to be ferried."""
-        return self._ferry.wants_layers(plan)
+        return self._handovers.wants_layers(plan)
 
     def owns(self, seq_id: int) -> bool:
         """See Leg."""
@@ -192,23 +192,23 @@ class PrefillLeg:
     def _on_sequence(self, job: PrefillJob, event: SchedulerEvent, now: float) -> list[Action]:
         match event:
             case Started(num_cached_tokens=cached):
-                return self._ferry.on_started(job, cached, now)
+                return self._handovers.on_started(job, cached, now)
             case ChunkComputed(token_start=start, token_end=end):
-                return self._ferry.on_chunk(job, start, end, now)
+                return self._handovers.on_chunk(job, start, end, now)
             case Sampled(token_id=token_id, index=index):
                 self._note_first_token(job, token_id, index)
-                if job.stays and self.scheduler.status(event.seq_id) is Status.DECODING:
-                    return self._go_on_here(job, event, now)
+                if job.stays and self.scheduler.status(event.seq_id) is SequenceStatus.DECODING:
+                    return self._continue_here(job, event, now)
             case Prefilled():
-                return self._ferry.on_prefilled(job, event, now)
+                return self._handovers.on_prefilled(job, event, now)
             case Finished(reason=reason):
                 return self._on_finished(job, reason, now)
             case Failed(why=why):
                 self.jobs.detach(job)
-                return self._ferry.fail(job, "generation", now, detail=why, retryable=False)
-            case GivenBack():
+                return self._handovers.fail(job, "generation", now, detail=why, retryable=False)
+            case Preempted():
                 self.jobs.detach(job)
-                return self._ferry.fail(job, "lost", now, detail="preempted")
+                return self._handovers.fail(job, "lost", now, detail="preempted")
         return []
 
     def _note_first_token(self, job: PrefillJob, token_id: int, index: int) -> None:
@@ -221,14 +221,14 @@ class PrefillLeg:
             cached_tokens=job.cached_tokens,
         )
 
-    def _go_on_here(self, job: PrefillJob, first: Sampled, now: float) -> list[Action]:
-        """Its prompt is computed and it decodes already: from now on the decode leg answers for it."""
+    def _continue_here(self, job: PrefillJob, first: Sampled, now: float) -> list[Action]:
+        """Its prompt is computed and it decodes already: from now on the decode role answers for it."""
         assert self.here is not None
         assert job.first_token is not None
-        computed = ComputedHere(
-            key=TransferKey(job.job.request_id, job.job.attempt, 0, self.me, self.me),
+        computed = LocalHandover(
+            key=TransferKey(job.job.request_id, job.job.attempt, 0, self.self_id, self.self_id),
             worker=job.worker,
-            plan_no=job.job.plan_no,
+            placement_no=job.job.placement_no,
             spec=job.spec,
             deadline=job.deadline,
             output_token_ids=job.job.output_token_ids,
@@ -241,7 +241,7 @@ class PrefillLeg:
         self.jobs.forget(job)
         return [
             Send(job.worker, job.first_token),
-            Send(job.worker, reports.handed_over_to(job.job, self.me)),
+            Send(job.worker, reports.handed_over_to(job.job, self.self_id)),
             *self.here.take(computed, now),
         ]
 
@@ -261,47 +261,47 @@ class PrefillLeg:
         """Answers of decode nodes, links, the transport, layers."""
         match event:
             case PieceSent() | PiecesStopped() | KvSendFailed():
-                return self._ferry.on_transport(event, now)
+                return self._handovers.on_transport(event, now)
             case LayersDone(step_id, layers):
-                return self._ferry.on_layers(step_id, layers, now)
+                return self._handovers.on_layers(step_id, layers, now)
             case _:
-                return self._ferry.on_link_event(event, now)
+                return self._handovers.on_link_event(event, now)
 
     def tick(self, now: float) -> list[Action]:
         """Repeat, give up, let go; and the list for the decode nodes."""
-        actions = self._ferry.on_link_event(Tick(), now)
+        actions = self._handovers.on_link_event(Tick(), now)
         for job in self.jobs:
-            actions += self._ferry.tick_job(job, now)
-        if now - self._last_beat >= self.timers.beat_s:
-            self._last_beat = now
-            actions += self.decodes.beats(self.jobs.open_senders(), self._ferry.transfer_no)
+            actions += self._handovers.tick_job(job, now)
+        if now - self._last_heartbeat >= self.timers.heartbeat_s:
+            self._last_heartbeat = now
+            actions += self.decodes.heartbeats(self.jobs.open_senders(), self._handovers.transfer_no)
         return actions
 
     def flush(self, now: float) -> list[Action]:
         """Give transfer slots in the order of the jobs' age."""
-        return self._ferry.give_slots(now)
+        return self._handovers.give_slots(now)
 
     # -- the end
 
     def drain(self, now: float) -> list[Action]:
         """No new jobs; what is here goes on."""
-        self._intake.draining = True
+        self._admission.draining = True
         return []
 
-    def give_back_all(self, now: float) -> list[Action]:
+    def preempt_all(self, now: float) -> list[Action]:
         """Give back what is not handed over: it is planned again elsewhere."""
         actions: list[Action] = []
         for job in self.jobs:
-            if job.state in CURRENT and not job.delisted:
+            if job.state in LIVE and not job.delisted:
                 actions += self.jobs.abort_sender(job, now)
-                self.jobs.let_go(job)
-                job.machine.move(JobEvent.GIVE_BACK, now)
-                actions.append(reports.given_back(job))
+                self.jobs.release(job)
+                job.machine.move(JobEvent.PREEMPT, now)
+                actions.append(reports.preempted(job))
         return actions
 
     def is_quiescent(self) -> bool:
         """Nothing is held and nothing is recorded."""
-        return not self.jobs.by_plan and not self.jobs.by_seq
+        return not self.jobs.by_attempt and not self.jobs.by_seq
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the indexes disagree."""

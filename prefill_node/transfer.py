@@ -11,8 +11,8 @@ Follows what becomes of each sender: HandedOver, or HandoverFailed with the KV h
 from dataclasses import dataclass, field
 
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
     TransferKey,
 )
 from kvferry.common.cluster.actions import (
@@ -30,7 +30,7 @@ from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import Reserve
 from kvferry.common.scheduling.events import Prefilled
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 from kvferry.prefill_node import job as reports
 from kvferry.prefill_node.decode_links import DecodeLinks
 from kvferry.prefill_node.handover import (
@@ -44,7 +44,7 @@ from kvferry.prefill_node.job import (
     PrefillJob,
 )
 from kvferry.prefill_node.jobs import (
-    CURRENT,
+    LIVE,
     JobTable,
 )
 
@@ -53,7 +53,7 @@ RELEASES_AT_ONCE = 1
 
 
 @dataclass(slots=True)
-class Pauses:
+class ReservationPauses:
     """Watches jobs that are being computed."""
 
     scheduler: Scheduler
@@ -91,10 +91,10 @@ PLANS_KEPT = 8
 
 
 @dataclass(slots=True)
-class Ferry:
+class HandoverManager:
     """The hand-overs of all jobs."""
 
-    me: Incarnation
+    self_id: Incarnation
     jobs: JobTable
     scheduler: Scheduler
     decodes: DecodeLinks
@@ -104,12 +104,12 @@ class Ferry:
     num_blocks: int
     transfer_no: int = 0
     """Highest number given out."""
-    _pauses: Pauses = field(init=False)
-    _plans: dict[int, StepPlan] = field(default_factory=dict)
+    _pauses: ReservationPauses = field(init=False)
+    _plans: dict[int, StepBatch] = field(default_factory=dict)
     """Steps in flight whose layers are reported."""
 
     def __post_init__(self) -> None:
-        self._pauses = Pauses(self.scheduler, self.timers.pause_release_s)
+        self._pauses = ReservationPauses(self.scheduler, self.timers.pause_release_s)
 
     # -- what the engine does
 
@@ -145,7 +145,7 @@ class Ferry:
         token = NextToken(event.token_id, event.index, event.num_tokens, job.cached_tokens)
         return actions + self.follow(job, job.sender.token_known(token, now), now)
 
-    def wants_layers(self, plan: StepPlan) -> bool:
+    def wants_layers(self, plan: StepBatch) -> bool:
         """Whether something of this step is to be ferried."""
         jobs = [self.jobs.by_seq.get(part.seq_id) for part in plan.scheduled]
         wanted = any(job is not None and job.sender is not None for job in jobs)
@@ -172,9 +172,9 @@ class Ferry:
     def _new_sender(self, job: PrefillJob, now: float) -> HandoverSender:
         message = job.job
         reserve = Reserve(
-            key=TransferKey(message.request_id, message.attempt, 0, self.me, Incarnation("")),
+            key=TransferKey(message.request_id, message.attempt, 0, self.self_id, Incarnation("")),
             transfer_no=0,
-            plan_no=message.plan_no,
+            placement_no=message.placement_no,
             worker=job.worker,
             prompt_token_ids=message.prompt_token_ids,
             output_token_ids=message.output_token_ids,
@@ -186,9 +186,9 @@ class Ferry:
             trace=message.trace,
         )
         return HandoverSender(
-            me=self.me,
+            self_id=self.self_id,
             reserve=reserve,
-            candidates=[candidate for candidate in message.candidates if candidate.incarnation != self.me],
+            candidates=[candidate for candidate in message.candidates if candidate.incarnation != self.self_id],
             shape=self.shape,
             timers=self.timers,
             limits=self.limits,
@@ -213,7 +213,7 @@ class Ferry:
         if sender.state is SendState.COMMITTED and job.state is JobState.COMPUTED:
             job.machine.move(JobEvent.HAND_OVER, now)
             self._keep_blocks(job, now)
-            self.jobs.let_go_if_complete(job)
+            self.jobs.release_if_complete(job)
             return [*actions, reports.handed_over(job)]
         if sender.state is SendState.FAILED:
             return actions + self.fail(job, sender.failure, now, commit_sent=sender.commit_sent)
@@ -231,19 +231,19 @@ class Ferry:
     ) -> list[Action]:
         """It goes no further here; its KV is held a while if there is room for that."""
         actions = self.jobs.abort_sender(job, now)
-        held = job.seq_id is not None and retryable and self._may_hold(job)
+        held = job.seq_id is not None and retryable and self._may_retain(job)
         if not held:
-            self.jobs.let_go(job)
-        job.until = now + self.timers.hold_s
+            self.jobs.release(job)
+        job.until = now + self.timers.retain_s
         job.machine.move(JobEvent.FAIL, now)
         message = reports.failed(job.job, reason, detail=detail, retryable=retryable)
         job.failure = reports.failed_with(job, message, held=held, commit_sent=commit_sent)
         return [*actions, Send(job.worker, job.failure)]
 
-    def _may_hold(self, job: PrefillJob) -> bool:
+    def _may_retain(self, job: PrefillJob) -> bool:
         if job.state is JobState.QUEUED or job.stays:  # the scheduler would go on with one that stays
             return False
-        return self.jobs.held_blocks + job.num_blocks <= self.limits.held_share * self.num_blocks
+        return self.jobs.retained_blocks + job.num_blocks <= self.limits.retained_share * self.num_blocks
 
     def _keep_blocks(self, job: PrefillJob, now: float) -> None:
         """After the hand-over pieces may be asked for again: for so long after anything was heard or sent of them."""
@@ -254,7 +254,7 @@ class Ferry:
 
     def on_transport(self, event: PieceSent | PiecesStopped | KvSendFailed, now: float) -> list[Action]:
         """What became of pieces. A job that nobody wants any more goes with the last of them."""
-        job = self.jobs.by_plan.get(PlanKey(event.key.request_id, event.key.attempt))
+        job = self.jobs.by_attempt.get(AttemptKey(event.key.request_id, event.key.attempt))
         if job is None or job.sender is None:
             return []
         actions: list[Action] = []
@@ -267,28 +267,28 @@ class Ferry:
                 actions = job.sender.on_send_failed(key, now)
         actions = self.follow(job, actions, now)
         self._keep_blocks(job, now)
-        self.jobs.let_go_if_complete(job)
+        self.jobs.release_if_complete(job)
         return actions + self.jobs.drop(job, now) if job.delisted else actions
 
     def on_link_event(self, event: Event, now: float) -> list[Action]:
         """Links came or went, or a decode node answered."""
-        news = self.decodes.on_event(event, now)
-        actions = news.actions
-        for peer in news.up:
+        update = self.decodes.on_event(event, now)
+        actions = update.actions
+        for peer in update.up:
             for _, sender in self.jobs.aimed_at(peer):
                 actions += sender.on_peer_up(now)
-        for peer in news.lost:
+        for peer in update.lost:
             for job, sender in self.jobs.aimed_at(peer):
                 actions += self.follow(job, sender.on_peer_lost(now), now)
-                self.jobs.let_go_if_complete(job)
-        if news.key is None or news.message is None:
+                self.jobs.release_if_complete(job)
+        if update.key is None or update.message is None:
             return actions
-        concerned = self.jobs.by_plan.get(PlanKey(news.key.request_id, news.key.attempt))
+        concerned = self.jobs.by_attempt.get(AttemptKey(update.key.request_id, update.key.attempt))
         if concerned is None or concerned.sender is None:
-            return actions + self.decodes.unwanted(news.message)
-        actions += self.follow(concerned, self.decodes.dispatch(concerned.sender, news.message, now), now)
+            return actions + self.decodes.unwanted(update.message)
+        actions += self.follow(concerned, self.decodes.dispatch(concerned.sender, update.message, now), now)
         self._keep_blocks(concerned, now)
-        self.jobs.let_go_if_complete(concerned)
+        self.jobs.release_if_complete(concerned)
         return actions
 
     # -- time
@@ -299,15 +299,15 @@ class Ferry:
             if not job.pinned:
                 self.jobs.forget(job)
             return []
-        if job.state in CURRENT and now > job.deadline:
+        if job.state in LIVE and now > job.deadline:
             return self.fail(job, "deadline", now, detail="deadline")
-        if job.state in CURRENT and job.sender is not None:
+        if job.state in LIVE and job.sender is not None:
             up = job.sender.key is not None and self.decodes.is_up(job.sender.key.decode)
             repeated = job.sender.tick(now, target_up=up)
             return self.follow(job, repeated + self._pauses.tick(job, now), now)
         waits = job.state is JobState.HANDED and job.pinned
         if job.is_record and job.seq_id is not None and now > job.until and not waits:
-            self.jobs.let_go(job)
+            self.jobs.release(job)
         return []
 
     def give_slots(self, now: float) -> list[Action]:
@@ -316,7 +316,7 @@ class Ferry:
         if not waiting:
             return []
         busy: dict[Incarnation, int] = {}
-        for job in self.jobs.by_plan.values():
+        for job in self.jobs.by_attempt.values():
             sender = job.sender
             if sender is not None and sender.key is not None and sender.is_sending:
                 busy[sender.key.decode] = busy.get(sender.key.decode, 0) + 1

@@ -42,7 +42,7 @@ from kvferry.common.transport.async_watcher import AsyncWatcher
 from kvferry.common.transport.client_links import ClientLinks
 from kvferry.common.transport.context import TransportContext
 from kvferry.router.api import EndEvent, GenerateRequest, NodeState, NodeStatus, ServiceCounts, StreamEvent, TokenStream
-from kvferry.router.core.effects import Deliver, Effect, Finish
+from kvferry.router.core.effects import Deliver, Effect, FinishRequest
 from kvferry.router.core.router_core import RouterCore
 
 
@@ -286,7 +286,7 @@ class RouterService:
             match effect:
                 case Deliver(request_id, event):
                     self._streams[request_id].put(event)
-                case Finish(request_id, end):
+                case FinishRequest(request_id, end):
                     self._streams.pop(request_id).put(end)
                 case Send(peer, message):
                     links.send(peer, message)

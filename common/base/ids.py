@@ -43,7 +43,7 @@ class TransferKey(NamedTuple):
     decode: Incarnation
 
 
-class PlanKey(NamedTuple):
+class AttemptKey(NamedTuple):
     """One plan of one request: what a node holds is held for exactly one of these."""
 
     request_id: RequestId

@@ -14,7 +14,7 @@ import orjson
 
 from kvferry.common.base.log_writer import (
     STDERR_FD,
-    LineWriter,
+    LogWriter,
 )
 from kvferry.common.config.schema import LogConfig
 
@@ -100,7 +100,7 @@ class LineHandler(logging.Handler):
 
     def __init__(self, fd: int) -> None:
         super().__init__()
-        self._lines = LineWriter(fd)
+        self._lines = LogWriter(fd)
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -13,7 +13,7 @@ _PIECE_BYTES = select.PIPE_BUF
 """What a pipe that is ready takes without a wait; more may block half way."""
 
 
-class LineWriter:
+class LogWriter:
     """Writes to one descriptor, whole lines as far as they are taken. One thread at a time; does not close it."""
 
     def __init__(self, fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Runs a command that dies with its parent: `python with_parent.py PARENT_PID SIGNAL command args...`.
+"""Runs a command that dies with its parent: `python with_death_signal.py PARENT_PID SIGNAL command args...`.
 
 Asks the kernel (Linux) to send SIGNAL when the parent ends, then becomes the command; the wish outlives exec. Elsewhere
 it just becomes the command. Run by its path, so that it imports nothing of the project and starts at once.
@@ -19,7 +19,7 @@ def die_with_parent(parent_pid: int, signal_number: int) -> bool:
     return os.getppid() == parent_pid
 
 
-def with_parent(signal_number: int, command: Iterable[str]) -> tuple[str, ...]:
+def with_death_signal(signal_number: int, command: Iterable[str]) -> tuple[str, ...]:
     """The command, for the calling process to start: it gets the signal when the thread that starts it ends."""
     return (sys.executable, "-I", "-S", __file__, str(os.getpid()), str(int(signal_number)), *command)
 

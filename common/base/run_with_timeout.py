@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def within(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
+async def run_with_timeout(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
     """The work's result, or its exception. TimeoutError when it was not done in time: it was cancelled and has ended.
 
     No time (None) is no bound. A result that comes with the end of the time is returned. A cancellation of the caller

@@ -7,7 +7,7 @@ from kvferry.common.base.ids import (
     TransferKey,
 )
 from kvferry.common.protocol.messages import Message, Piece
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Probe:
 class RunStep:
     """Give the engine its next step."""
 
-    plan: StepPlan
+    plan: StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
     RequestId,
 )
 from kvferry.common.config.protocol import Timers
-from kvferry.common.protocol.messages import Beat, BeatEntry, ClientKind
+from kvferry.common.protocol.messages import ClientKind, Heartbeat, WantedRequest
 
 FORGOTTEN_KEPT = 256
 
@@ -27,27 +27,27 @@ class Client:
     kind: ClientKind
     name: str
     last_heard: float
-    last_beat: float = -1e9
-    beat_no: int = 0
+    last_heartbeat: float = -1e9
+    heartbeat_no: int = 0
     as_of: int = 0
-    entries: dict[RequestId, BeatEntry] = field(default_factory=dict)
+    entries: dict[RequestId, WantedRequest] = field(default_factory=dict)
     link_seq: int = 0
     """Number of the last Tokens message sent to it."""
     returned: bool = False
     """It was silent for too long, so that what it had here is gone."""
-    lost: frozenset[PlanKey] = frozenset()
+    lost: frozenset[AttemptKey] = frozenset()
     """What its first list after that expected here: whether it once was here is not known any more."""
 
-    def take(self, beat: Beat, now: float) -> bool:
+    def take(self, beat: Heartbeat, now: float) -> bool:
         """Adopt a list unless it is older than the present one."""
         self.last_heard = now
-        if beat.beat_no <= self.beat_no:
+        if beat.heartbeat_no <= self.heartbeat_no:
             return False
-        self.beat_no, self.as_of, self.last_beat = beat.beat_no, beat.as_of, now
+        self.heartbeat_no, self.as_of, self.last_heartbeat = beat.heartbeat_no, beat.as_of, now
         self.entries = {entry.request_id: entry for entry in beat.entries}
         if self.returned:
             self.returned = False
-            self.lost = frozenset(PlanKey(e.request_id, e.attempt) for e in beat.entries if e.expected)
+            self.lost = frozenset(AttemptKey(e.request_id, e.attempt) for e in beat.entries if e.expected)
         return True
 
     def wants(self, number: int, request_id: RequestId, attempt: int, generation: int = 0) -> bool:
@@ -89,7 +89,7 @@ class ClientTable:
         """This process slept for so long: what a client did not say meanwhile does not count."""
         for client in self.clients.values():
             client.last_heard = min(now, client.last_heard + slept_s)
-            client.last_beat = min(now, client.last_beat + slept_s)
+            client.last_heartbeat = min(now, client.last_heartbeat + slept_s)
 
     def remove(self, incarnation: Incarnation) -> None:
         """The client said its last word."""

@@ -19,7 +19,7 @@ from kvferry.common.cluster.actions import (
     ResetLink,
     SendHello,
 )
-from kvferry.common.cluster.sleep_detector import OwnTicks
+from kvferry.common.cluster.sleep_detector import SleepDetector
 from kvferry.common.cluster.table import (
     Machine,
     Table,
@@ -116,7 +116,7 @@ class Link:
     last_progress: float = 0.0
     dead_since: float = 0.0
     last_announced: float = 0.0
-    beat_no: int = 0
+    heartbeat_no: int = 0
     """Goes on over lives: a list never looks older than one before it."""
     link_seq: int = 0
     """Highest Tokens number seen."""
@@ -164,10 +164,10 @@ class LinkTable:
     links: dict[str, Link] = field(default_factory=dict)
     by_peer: dict[Incarnation, Link] = field(default_factory=dict)
     _lost: list[Incarnation] = field(default_factory=list)
-    _ticks: OwnTicks = field(init=False)
+    _ticks: SleepDetector = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ticks = OwnTicks(self.timers)
+        self._ticks = SleepDetector(self.timers)
 
     def add(self, endpoint: str, now: float, *, static: bool = False) -> list[Action]:
         """Know of a node at this endpoint (no effect when it is known already).
@@ -294,7 +294,7 @@ class LinkTable:
         for link in list(self.links.values()):
             if link.up:
                 actions += self._judge(link, now)
-            elif now - link.last_hello >= self.timers.beat_s:
+            elif now - link.last_hello >= self.timers.heartbeat_s:
                 actions += self._say_hello(link, now)
             if not link.up and not link.static and self._forgotten(link, now):
                 actions.append(CloseLink(link.endpoint))

@@ -1,7 +1,7 @@
 """A node's decisions that do not depend on its role: Hello, lists, Status, engine progress, drain. Pure.
 
-Legs (prefill, decode) are plugged in; the scheduler is shared by all legs of a process. One call of `handle` takes one
-event in, lets the legs act, and gives the engine its next step when there is one.
+Roles (prefill, decode) are plugged in; the scheduler is shared by all roles of a process. One call of `handle` takes one
+event in, lets the roles act, and gives the engine its next step when there is one.
 """
 
 import math
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import (
+    AttemptKey,
     Incarnation,
-    PlanKey,
     TransferKey,
 )
 from kvferry.common.cluster.actions import (
@@ -35,25 +35,25 @@ from kvferry.common.cluster.events import (
     StepGoesOn,
     Tick,
 )
-from kvferry.common.cluster.node_role import Leg
-from kvferry.common.cluster.sleep_detector import OwnTicks
+from kvferry.common.cluster.node_role import NodeRole
+from kvferry.common.cluster.sleep_detector import SleepDetector
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Beat,
     Cancel,
     Commit,
     Envelope,
     Gone,
     GoneReason,
+    Heartbeat,
     Hello,
     HelloRefused,
-    OtherLife,
     Reserve,
-    Role,
+    RoleName,
     Status,
     Welcome,
+    WrongIncarnation,
 )
 from kvferry.common.protocol.model_info import (
     Compatibility,
@@ -108,25 +108,25 @@ class NodeCore:
     identity: NodeIdentity
     timers: Timers
     scheduler: Scheduler
-    legs: Sequence[Leg]
+    roles: Sequence[NodeRole]
     clients: ClientTable = field(init=False)
     progress: EngineProgress = field(default_factory=EngineProgress)
     draining_since: float | None = None
     _steps_in_flight: int = 0
-    _ticks: OwnTicks = field(init=False)
+    _ticks: SleepDetector = field(init=False)
     _last_status: float = -1e9
     _status_no: int = 0
-    _gave_back: bool = False
+    _preempted_all: bool = False
     _exiting: bool = False
 
     def __post_init__(self) -> None:
         self.clients = ClientTable(self.timers)
-        self._ticks = OwnTicks(self.timers)
+        self._ticks = SleepDetector(self.timers)
 
     @property
-    def roles(self) -> tuple[Role, ...]:
+    def role_names(self) -> tuple[RoleName, ...]:
         """What this process can do."""
-        return tuple(leg.role for leg in self.legs)
+        return tuple(role.name for role in self.roles)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event; returns what is to be done, in order."""
@@ -153,12 +153,12 @@ class NodeCore:
             case _:
                 if isinstance(event, LayersDone):
                     self.progress.moved(now)
-                for leg in self.legs:
-                    actions += leg.on_event(event, now)
+                for role in self.roles:
+                    actions += role.on_event(event, now)
         if not isinstance(event, LayersDone | StepGoesOn):
             actions += self._pump(now)
-        for leg in self.legs:
-            actions += leg.flush(now)
+        for role in self.roles:
+            actions += role.flush(now)
         return actions
 
     # -- clients
@@ -169,20 +169,20 @@ class NodeCore:
             return self._on_hello(sender, message, now)
         client = self.clients.get(sender)
         if client is None or envelope.receiver != self.identity.incarnation:
-            return [Send(sender, OtherLife())]
+            return [Send(sender, WrongIncarnation())]
         client.last_heard = now
-        if isinstance(message, Beat):
-            return self._on_beat(client, message, now)
+        if isinstance(message, Heartbeat):
+            return self._on_heartbeat(client, message, now)
         if isinstance(message, HandoverMessage) and not _names(message.key, sender, self.identity.incarnation):
             return []  # nobody speaks for another life, nor to one through us
         actions: list[Action] = []
         if isinstance(message, Cancel):
-            for leg in self.legs:
-                actions += leg.on_message(client, message, now)
+            for role in self.roles:
+                actions += role.on_message(client, message, now)
             return actions
-        for leg in self.legs:
-            if leg.handles(message):
-                return leg.on_message(client, message, now)
+        for role in self.roles:
+            if role.handles(message):
+                return role.on_message(client, message, now)
         return actions
 
     def _on_hello(self, sender: Incarnation, hello: Hello, now: float) -> list[Action]:
@@ -196,7 +196,7 @@ class NodeCore:
         self.clients.hello(sender, hello.kind, hello.name, now)
         welcome = Welcome(
             name=self.identity.name,
-            roles=self.roles,
+            roles=self.role_names,
             model=self.identity.model,
             compatibility=self.identity.compatibility,
             kv_endpoints=self.identity.kv_endpoints,
@@ -205,12 +205,12 @@ class NodeCore:
         )
         return [Send(sender, welcome), self._status(self.clients.clients[sender], now)]
 
-    def _on_beat(self, client: Client, beat: Beat, now: float) -> list[Action]:
+    def _on_heartbeat(self, client: Client, beat: Heartbeat, now: float) -> list[Action]:
         if not client.take(beat, now):
             return []
         actions: list[Action] = []
-        for leg in self.legs:
-            actions += leg.on_list(client, now)
+        for role in self.roles:
+            actions += role.on_heartbeat(client, now)
         if client.kind == "worker":
             actions += self._answer_unknown(client)
         if beat.last:
@@ -223,9 +223,9 @@ class NodeCore:
         for an attempt that got as far as a Commit must not be run a second time."""
         actions: list[Action] = []
         for entry in client.entries.values():
-            key = PlanKey(entry.request_id, entry.attempt)
-            if entry.expected and not any(leg.knows(*key) for leg in self.legs):
-                may_have_been = "prefill" not in self.roles or key in client.lost
+            key = AttemptKey(entry.request_id, entry.attempt)
+            if entry.expected and not any(role.knows(*key) for role in self.roles):
+                may_have_been = "prefill" not in self.role_names or key in client.lost
                 reason: GoneReason = "lost" if may_have_been else "never_known"
                 actions.append(
                     Send(client.incarnation, Gone(request_id=key.request_id, attempt=key.attempt, reason=reason))
@@ -234,14 +234,14 @@ class NodeCore:
 
     def _client_lost(self, client: Client, now: float) -> list[Action]:
         actions: list[Action] = []
-        for leg in self.legs:
-            actions += leg.on_client_lost(client, now)
+        for role in self.roles:
+            actions += role.on_client_lost(client, now)
         return actions
 
     # -- engine
 
     def _pump(self, now: float) -> list[Action]:
-        """Give the engine steps while it takes some; a plan may start sequences, which the legs are told first."""
+        """Give the engine steps while it takes some; a plan may start sequences, which the roles are told first."""
         actions: list[Action] = []
         while not self._exiting:
             scheduled = self.scheduler.schedule(now, self._may_start)
@@ -251,7 +251,7 @@ class NodeCore:
                 self._steps_in_flight += 1
                 if self.progress.started_at is None:
                     self.progress.started_at = now
-                report = any(leg.wants_layers(plan) for leg in self.legs)
+                report = any(role.wants_layers(plan) for role in self.roles)
                 actions.append(RunStep(replace(plan, report_layers=report)))
             elif not scheduled.events:
                 break
@@ -260,12 +260,12 @@ class NodeCore:
         return actions
 
     def _may_start(self, spec: SequenceSpec) -> bool:
-        return all(leg.may_start(spec) for leg in self.legs)
+        return all(role.may_start(spec) for role in self.roles)
 
     def _scheduler_events(self, events: Sequence[SchedulerEvent], now: float) -> list[Action]:
         actions: list[Action] = []
         for event in events:
-            owner = next((leg for leg in self.legs if leg.owns(event.seq_id)), None)
+            owner = next((role for role in self.roles if role.owns(event.seq_id)), None)
             if owner is not None:
                 actions += owner.on_scheduler(event, now)
         return actions
@@ -280,9 +280,9 @@ class NodeCore:
         actions: list[Action] = []
         for client in self.clients.take_silent(now):
             actions += self._client_lost(client, now)
-        for leg in self.legs:
-            actions += leg.tick(now)
-        if now - self._last_status >= self.timers.beat_s:
+        for role in self.roles:
+            actions += role.tick(now)
+        if now - self._last_status >= self.timers.heartbeat_s:
             self._last_status = now
             actions += [self._status(client, now) for client in self.clients.clients.values()]
         if now - self.progress.last_progress > self.timers.engine_stall_exit_s:
@@ -310,20 +310,20 @@ class NodeCore:
             return []
         self.draining_since = now
         actions: list[Action] = []
-        for leg in self.legs:
-            actions += leg.drain(now)
+        for role in self.roles:
+            actions += role.drain(now)
         return actions + [self._status(client, now) for client in self.clients.clients.values()]
 
     def _drain_tick(self, now: float) -> list[Action]:
         if self.draining_since is None or self._exiting:
             return []
         actions: list[Action] = []
-        if not self._gave_back and now - self.draining_since > self.timers.node_drain_s:
-            self._gave_back = True
-            for leg in self.legs:
-                actions += leg.give_back_all(now)
+        if not self._preempted_all and now - self.draining_since > self.timers.node_drain_s:
+            self._preempted_all = True
+            for role in self.roles:
+                actions += role.preempt_all(now)
         overdue = now - self.draining_since > self.timers.node_drain_s + 2 * self.timers.dead_after_s
-        if overdue or (all(leg.is_quiescent() for leg in self.legs) and self.scheduler.is_quiescent()):
+        if overdue or (all(role.is_quiescent() for role in self.roles) and self.scheduler.is_quiescent()):
             actions.append(self._exit("drained", 0))
         return actions
 
@@ -335,18 +335,18 @@ class NodeCore:
         """Raises InvariantError when any part disagrees."""
         self.clients.check_invariants()
         self.scheduler.check_invariants()
-        for leg in self.legs:
-            leg.check_invariants()
+        for role in self.roles:
+            role.check_invariants()
         for seq_id in self.scheduler.live_ids:
-            owners = sum(leg.owns(seq_id) for leg in self.legs)
+            owners = sum(role.owns(seq_id) for role in self.roles)
             if owners != 1:
-                raise InvariantError(f"sequence {seq_id} is owned by {owners} legs")
+                raise InvariantError(f"sequence {seq_id} is owned by {owners} roles")
         if self._steps_in_flight < 0:
             raise InvariantError("more steps came back than were given")
 
     def is_quiescent(self) -> bool:
         """Nothing is held for anybody."""
-        return self.scheduler.is_quiescent() and all(leg.is_quiescent() for leg in self.legs)
+        return self.scheduler.is_quiescent() and all(role.is_quiescent() for role in self.roles)
 
 
 def _names(key: TransferKey, prefill: Incarnation, decode: Incarnation) -> bool:

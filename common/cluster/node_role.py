@@ -1,6 +1,6 @@
-"""What a node core asks of the legs plugged into it, and what passes between two legs of one process. Types only.
+"""What a node core asks of the roles plugged into it, and what passes between two roles of one process. Types only.
 
-The legs live in prefill_node and decode_node, and know one another by these types alone.
+The roles live in prefill_node and decode_node, and know one another by these types alone.
 """
 
 from array import array
@@ -15,26 +15,26 @@ from kvferry.common.base.ids import (
 from kvferry.common.cluster.actions import Action
 from kvferry.common.cluster.clients import Client
 from kvferry.common.cluster.events import Event
-from kvferry.common.protocol.messages import Message, Role
+from kvferry.common.protocol.messages import Message, RoleName
 from kvferry.common.scheduling.events import SchedulerEvent
 from kvferry.common.scheduling.sequence import SequenceSpec
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 
 
-class Leg(Protocol):
+class NodeRole(Protocol):
     """One role's decisions. Every method returns what is to be done, in order."""
 
-    role: Role
+    name: RoleName
 
     def handles(self, message: Message) -> bool:
-        """Whether this message from a client is for this leg."""
+        """Whether this message from a client is for this role."""
         ...
 
     def on_message(self, client: Client, message: Message, now: float) -> list[Action]:
         """A client said something other than Hello or Beat."""
         ...
 
-    def on_list(self, client: Client, now: float) -> list[Action]:
+    def on_heartbeat(self, client: Client, now: float) -> list[Action]:
         """A client's new list: free what is old and absent, answer what is expected."""
         ...
 
@@ -51,18 +51,18 @@ class Leg(Protocol):
         ...
 
     def owns(self, seq_id: int) -> bool:
-        """Whether the scheduler's sequence is this leg's. It is one leg's at a time."""
+        """Whether the scheduler's sequence is this role's. It is one role's at a time."""
         ...
 
     def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
-        """The scheduler says something of a sequence that this leg owns."""
+        """The scheduler says something of a sequence that this role owns."""
         ...
 
     def may_start(self, spec: SequenceSpec) -> bool:
         """Whether the head of the waiting queue may begin to compute."""
         ...
 
-    def wants_layers(self, plan: StepPlan) -> bool:
+    def wants_layers(self, plan: StepBatch) -> bool:
         """Whether progress within this step matters."""
         ...
 
@@ -78,7 +78,7 @@ class Leg(Protocol):
         """Take nothing new from now on."""
         ...
 
-    def give_back_all(self, now: float) -> list[Action]:
+    def preempt_all(self, now: float) -> list[Action]:
         """The drain took too long: give back what is left."""
         ...
 
@@ -92,8 +92,8 @@ class Leg(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedHere:
-    """A request whose first token was just drawn, as the prefill leg gives it to the decode leg of its own process.
+class LocalHandover:
+    """A request whose first token was just drawn, as the prefill role gives it to the decode role of its own process.
 
     The sequence decodes already; whoever has this object owns it.
     """
@@ -101,7 +101,7 @@ class ComputedHere:
     key: TransferKey
     """Names this process twice, and generation 0: nothing is transferred."""
     worker: Incarnation
-    plan_no: int
+    placement_no: int
     spec: SequenceSpec
     deadline: float
     """Local time in seconds, with the grace in it."""
@@ -115,10 +115,10 @@ class ComputedHere:
     cached_tokens: int
 
 
-class GoesOnHere(Protocol):
-    """What a prefill leg sees of the decode leg of its own process."""
+class LocalDecode(Protocol):
+    """What a prefill role sees of the decode role of its own process."""
 
-    def take(self, computed: ComputedHere, now: float) -> list[Action]:
+    def take(self, computed: LocalHandover, now: float) -> list[Action]:
         """Answer for the request from now on."""
         ...
 

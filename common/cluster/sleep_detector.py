@@ -6,7 +6,7 @@ from kvferry.common.config.protocol import Timers
 
 
 @dataclass(slots=True)
-class OwnTicks:
+class SleepDetector:
     """Rule 9. Of the time before a late tick as much as a beat counts to the silence of others: the rest was slept.
 
     Not nothing: who is always late would notice no silence ever.
@@ -22,4 +22,4 @@ class OwnTicks:
         self._last = now
         if gap_s <= self.timers.late_tick_s:
             return 0.0
-        return gap_s - min(self.timers.beat_s, self.timers.late_tick_s)
+        return gap_s - min(self.timers.heartbeat_s, self.timers.late_tick_s)

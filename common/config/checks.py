@@ -14,14 +14,14 @@ from kvferry.common.config.endpoints import Endpoint, parse_endpoint
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import node_counts, resolve_node
-from kvferry.common.config.schema import ROLES, ClusterConfig, RoleConfig
-from kvferry.common.config.toml import shown
+from kvferry.common.config.schema import NODE_KINDS, ClusterConfig, RoleConfig
+from kvferry.common.config.toml import quote
 
-_MAY_BE_ZERO = {"replan_jitter_s", "deadline_grace_s", "new_wait_s"}
+_MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_wait_s"}
 _IN_ORDER = (
-    ("beat_s", "suspect_s"),
+    ("heartbeat_s", "suspect_s"),
     ("suspect_s", "dead_after_s"),
-    ("beat_s", "client_silent_s"),
+    ("heartbeat_s", "client_silent_s"),
     ("engine_stall_s", "engine_stall_exit_s"),
     ("link_heartbeat_s", "link_timeout_s"),
 )
@@ -48,8 +48,8 @@ _MOST = {
     **dict.fromkeys(("timers.reconnect_min_s", "timers.reconnect_max_s"), 86_400),
     "serve.prefill": 1024,
     "serve.decode": 1024,
-    "serve.unsplit": 1024,
-    **{f"{role}.threads": 4096 for role in ROLES},
+    "serve.colocated": 1024,
+    **{f"{role}.threads": 4096 for role in NODE_KINDS},
 }
 """More processes or threads would take the host down; larger numbers would not fit where the system takes them."""
 
@@ -60,7 +60,7 @@ def check_config(config: ClusterConfig) -> None:
         raise ConfigError(f"model.name: {config.model.name!r} has a slash, so no URL could name it")
     for key, text in _names(config):
         if not text.isprintable():
-            raise ConfigError(f"{key}: {shown(text)} has characters that cannot be printed")
+            raise ConfigError(f"{key}: {quote(text)} has characters that cannot be printed")
     _check_sizes(config)
     if config.model.name != config.model.name.strip():
         raise ConfigError("model.name: begins or ends with white space")
@@ -72,7 +72,7 @@ def check_config(config: ClusterConfig) -> None:
     if config.serve.restart_min_s > config.serve.restart_max_s:
         raise ConfigError("serve.restart_min_s: must not be above serve.restart_max_s")
     _check_counts(config)
-    for role in ROLES:
+    for role in NODE_KINDS:
         _check_role(role, config.role(role), config)
     _check_transports(config)
     _check_discovery(config)
@@ -94,7 +94,7 @@ def host_notes(config: ClusterConfig, host: HostFacts) -> tuple[str, ...]:
         return ()
     cores = f"{host.cores} core" + ("" if host.cores == 1 else "s")
     return (
-        f"serve.prefill, serve.decode, serve.unsplit: {sum(counts.values())} nodes with {threads} threads in all share "
+        f"serve.prefill, serve.decode, serve.colocated: {sum(counts.values())} nodes with {threads} threads in all share "
         f"{cores}: they start slowly and wait for one another",
     )
 
@@ -111,7 +111,7 @@ def _names(config: ClusterConfig) -> Iterator[tuple[str, str]]:
     yield "model.name", config.model.name
     yield "model.path", config.model.path
     yield "router.host", config.router.host
-    for role in ROLES:
+    for role in NODE_KINDS:
         yield f"{role}.name", config.role(role).name
 
 
@@ -166,8 +166,8 @@ def _check_limits(limits: Limits) -> None:
 def _check_counts(config: ClusterConfig) -> None:
     counts = node_counts(config)
     for role in ("prefill", "decode"):
-        if counts[role] + counts["unsplit"] < 1:
-            raise ConfigError(f"serve.{role}: at least 1 without unsplit nodes (serve.unsplit), got {counts[role]}")
+        if counts[role] + counts["colocated"] < 1:
+            raise ConfigError(f"serve.{role}: at least 1 without colocated nodes (serve.colocated), got {counts[role]}")
 
 
 def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:

@@ -8,7 +8,7 @@ import ipaddress
 from typing import NamedTuple
 
 from kvferry.common.base.errors import ConfigError
-from kvferry.common.config.toml import shown
+from kvferry.common.config.toml import quote
 
 SCHEMES = ("tcp", "ipc", "inproc")
 KEY_DIGITS = 64
@@ -71,11 +71,11 @@ def parse_endpoint(text: str) -> Endpoint:
     place, marked, key = text.partition(_KEY_MARK)
     if marked and not is_key(key):
         raise ConfigError(
-            f"'{shown(text)}' is not an endpoint: expected {KEY_DIGITS} hexadecimal digits after {_KEY_MARK}"
+            f"'{quote(text)}' is not an endpoint: expected {KEY_DIGITS} hexadecimal digits after {_KEY_MARK}"
         )
     scheme, found, rest = place.partition("://")
     if not found or scheme not in SCHEMES or not rest:
-        raise ConfigError(f"'{shown(text)}' is not an endpoint: expected tcp://host:port, ipc://path or inproc://name")
+        raise ConfigError(f"'{quote(text)}' is not an endpoint: expected tcp://host:port, ipc://path or inproc://name")
     if scheme != "tcp":
         return Endpoint(scheme, rest, None, key)
     host, colon, port = rest.rpartition(":")
@@ -83,6 +83,6 @@ def parse_endpoint(text: str) -> Endpoint:
         port = "0"
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(
-            f"'{shown(text)}' is not an endpoint: expected tcp://host:port, with * or 0 for any free port"
+            f"'{quote(text)}' is not an endpoint: expected tcp://host:port, with * or 0 for any free port"
         )
     return Endpoint(scheme, host.removeprefix("[").removesuffix("]"), int(port), key)

@@ -16,7 +16,7 @@ from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.endpoints import is_key
 
 KeyRole = Literal["node", "router"]
-ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
+KEY_ROLES: tuple[KeyRole, ...] = get_args(KeyRole)
 PUBLIC_SUFFIX = ".pub"
 
 _Kind = Literal["public", "secret"]
@@ -135,9 +135,9 @@ def _parse(name: str, path: Path, text: str, kind: _Kind) -> list[Key]:
             raise ConfigError(f"{where}: expected `{kind} node|router KEY`")
         if words[0] != kind:
             raise ConfigError(f"{where}: a {words[0]} key where a {kind} one is expected")
-        role = next((role for role in ROLES if role == words[1]), None)
+        role = next((role for role in KEY_ROLES if role == words[1]), None)
         if role is None:
-            raise ConfigError(f"{where}: {words[1]!r} is no role; there are {' and '.join(ROLES)}")
+            raise ConfigError(f"{where}: {words[1]!r} is no role; there are {' and '.join(KEY_ROLES)}")
         if not is_key(words[2]):
             raise ConfigError(f"{where}: expected 64 hexadecimal digits, got {len(words[2])} characters")
         keys.append(Key(role, words[2]))

@@ -16,7 +16,7 @@ from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.checks import check_config
 from kvferry.common.config.docs import section_keys
 from kvferry.common.config.schema import ClusterConfig, section_types
-from kvferry.common.config.toml import TomlValue, shown, toml_value
+from kvferry.common.config.toml import TomlValue, quote, toml_value
 
 Tables = dict[str, dict[str, TomlValue]]
 """section -> key -> value, as TOML gives it."""
@@ -76,7 +76,7 @@ def _read_file(path: Path) -> Tables:
     except RecursionError:
         raise ConfigError(f"{path}: not TOML: nested too deeply") from None
     except ValueError as error:  # no TOML, no UTF-8, a number with too many digits, no path at all
-        raise ConfigError(f"{shown(str(path), 4096)}: not TOML: {shown(str(error), 300)}") from None
+        raise ConfigError(f"{quote(str(path), 4096)}: not TOML: {quote(str(error), 300)}") from None
     for name, section in content.items():
         if name in section_types() and not isinstance(section, dict):
             raise ConfigError(f"{path}: {name}: expected a section, [{name}]")
@@ -106,11 +106,11 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, TomlValue]]) -> None:
     for name, content in tables.items():
         if name not in sections:
             hint = _nearest(name, sections, "[{}]") or "; there are " + ", ".join(sections)
-            raise ConfigError(f"[{shown(name)}]: unknown section{hint}")
+            raise ConfigError(f"[{quote(name)}]: unknown section{hint}")
         known = [field.name for field in msgspec.structs.fields(sections[name])]
         for key in content:
             if key not in known:
-                raise ConfigError(f"{name}.{shown(key)}: unknown key{_hint(name, key, known)}")
+                raise ConfigError(f"{name}.{quote(key)}: unknown key{_hint(name, key, known)}")
 
 
 def _hint(section: str, key: str, known: list[str]) -> str:
@@ -151,4 +151,4 @@ def _shown(value: TomlValue) -> str:
         text = toml_value(value)
     except TypeError:  # a table or a date: nothing that a key takes
         text = str(value)
-    return shown(text)
+    return quote(text)

@@ -9,7 +9,7 @@ import msgspec
 class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every wait of the protocol."""
 
-    beat_s: float = 0.5
+    heartbeat_s: float = 0.5
     """Between two Beats of a client, two Statuses of a node, two announcements."""
     suspect_s: float = 1.5
     """Silence after which a node gets no new work."""
@@ -40,7 +40,7 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Committed, and no piece came for this long: the missing ones are asked for once, then the request is lost."""
     quarantine_s: float = 6.0
     """Transport timeout + 1 s: how long an unconfirmed staging slot of a one-sided transport rests."""
-    hold_s: float = 10.0
+    retain_s: float = 10.0
     """How long computed KV is kept after a failed hand-over."""
     pause_release_s: float = 2.0
     """A prefill paused for longer gives its reservation back."""
@@ -50,7 +50,7 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Waiting this long raises a request's priority by one class."""
     pair_penalty_s: float = 10.0
     """How long a failed (prefill, decode) pair is avoided."""
-    replan_jitter_s: float = 0.1
+    retry_jitter_s: float = 0.1
     """Re-plans after a death start within this time."""
     backoff_min_s: float = 0.1
     """The first wait before a refused or preempted request is tried again; it doubles."""
@@ -92,7 +92,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Share of the prefill blocks that computed, not yet granted prompts may hold."""
     reserved_share: float = 0.5
     """Share of the decode blocks that uncommitted reservations may hold."""
-    held_share: float = 0.5
+    retained_share: float = 0.5
     """Share of the prefill blocks that are kept after failed hand-overs."""
     watermark_blocks_share: float = 0.02
     """Share of the decode blocks kept free so that running requests can grow."""
@@ -120,5 +120,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests a prefill node lets wait."""
     queued_tokens: int = 1_048_576
     """Prompt tokens a prefill node lets wait."""
-    replan_tokens: int = 65_536
+    retry_tokens: int = 65_536
     """Tokens of requests planned again that a router worker has at one prefill node at a time; the rest waits in it."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.common.config.host import HostFacts
-from kvferry.common.config.schema import ClusterConfig, Device, KvTransport, Role
+from kvferry.common.config.schema import ClusterConfig, DeviceName, KvTransport, NodeKind
 
 _KV_CACHE_MOST_BYTES = 1 << 30
 _KV_CACHE_LEAST_BYTES = 64 << 20
@@ -13,9 +13,9 @@ _SWAP_MOST_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What one node runs with. The keys are those of [node], [prefill], [decode] and [unsplit]."""
+    """What one node runs with. The keys are those of [node], [prefill], [decode] and [colocated]."""
 
-    role: Role
+    role: NodeKind
     name: str
     """Empty: the node makes one of its role, host and process id."""
     bind: str
@@ -23,7 +23,7 @@ class NodeSettings:
     advertise: str
     kv_advertise: str
     allow_remote: bool
-    device: Device
+    device: DeviceName
     max_model_len: int
     block_size: int
     device_index: int
@@ -63,7 +63,7 @@ class NodeSettings:
         return self.uses_shm and self.role != "prefill"
 
 
-def resolve_node(config: ClusterConfig, role: Role, host: HostFacts) -> NodeSettings:
+def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> NodeSettings:
     """One role's settings on a host."""
     node, own = config.node, config.role(role)
     nodes = nodes_on_host(config)
@@ -113,14 +113,14 @@ def nodes_on_host(config: ClusterConfig) -> int:
     return config.node.nodes_on_host or sum(node_counts(config).values())
 
 
-def node_counts(config: ClusterConfig) -> dict[Role, int]:
+def node_counts(config: ClusterConfig) -> dict[NodeKind, int]:
     """How many nodes of each role `kvferry serve` starts, in the order of their start."""
     serve = config.serve
-    split = 0 if serve.unsplit else 1
+    split = 0 if serve.colocated else 1
     return {
         "prefill": split if serve.prefill is None else serve.prefill,
         "decode": split if serve.decode is None else serve.decode,
-        "unsplit": serve.unsplit,
+        "colocated": serve.colocated,
     }
 
 
@@ -131,7 +131,7 @@ def share_model_memory(config: ClusterConfig, host: HostFacts) -> int:
     return max(1, (host.free_memory_bytes - caches) // sum(counts.values()))
 
 
-def _kv_cache_bytes(config: ClusterConfig, role: Role, host: HostFacts) -> int:
+def _kv_cache_bytes(config: ClusterConfig, role: NodeKind, host: HostFacts) -> int:
     node = resolve_node(config, role, host)
     return node.kv_cache_bytes or node.kv_cache_bytes_on_cpu
 

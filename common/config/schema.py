@@ -14,10 +14,10 @@ from kvferry.common.config.protocol import Limits, Timers
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-Device = Literal["auto", "cpu", "cuda", "npu"]
-Role = Literal["prefill", "decode", "unsplit"]
-"""What a node is started as; an unsplit node has both roles of the protocol."""
-ROLES: tuple[Role, ...] = ("prefill", "decode", "unsplit")
+DeviceName = Literal["auto", "cpu", "cuda", "npu"]
+NodeKind = Literal["prefill", "decode", "colocated"]
+"""What a node is started as; a colocated node has both roles of the protocol."""
+NODE_KINDS: tuple[NodeKind, ...] = ("prefill", "decode", "colocated")
 KvTransport = Literal["shm", "zmq"]
 
 
@@ -34,7 +34,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     quantization: Literal["none", "int8", "int4", "int8_dynamic"] = "none"
     """Projections, experts and head in fewer bits: faster decoding and less memory, other tokens. int8_dynamic rounds
     activations to 8 bits as well. All nodes of a cluster must agree."""
-    device: Device = "auto"
+    device: DeviceName = "auto"
     """Where nodes compute; a role may have its own. auto is the first there is of npu, cuda, cpu."""
 
 
@@ -101,7 +101,7 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What holds for every node; [prefill], [decode] and [unsplit] may say otherwise for one role."""
+    """What holds for every node; [prefill], [decode] and [colocated] may say otherwise for one role."""
 
     max_model_len: Annotated[int, Meta(ge=2)] = 2560
     """Most tokens of one request, prompt and output together; cut to what the model was made for."""
@@ -128,7 +128,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     threads: Positive | None = None
     """Threads that a node computes with. Worked out: the cores divided by nodes_on_host, at least 1."""
     nodes_on_host: Positive | None = None
-    """How many nodes share a host. Worked out: serve.prefill + serve.decode + serve.unsplit. Set it to 1 where a node
+    """How many nodes share a host. Worked out: serve.prefill + serve.decode + serve.colocated. Set it to 1 where a node
     has its host to itself."""
     tensor_parallel: Positive = 1
     """Processes that a node's model is cut over, with a device each (a CPU node's ranks share its threads). The same on
@@ -181,7 +181,7 @@ class RoleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     * stands for the bound one."""
     kv_advertise: str = ""
     """How others reach the KV endpoint; as advertise."""
-    device: Device | None = None
+    device: DeviceName | None = None
     """In place of model.device."""
     device_index: Annotated[int, Meta(ge=0)] = 0
     """Which of several accelerators; rank i of a tensor-parallel node takes the i-th after it."""
@@ -210,10 +210,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`kvferry serve`: a whole cluster on this machine."""
 
     prefill: Count | None = None
-    """Prefill nodes to start. Worked out: 1, or 0 where serve.unsplit is above 0."""
+    """Prefill nodes to start. Worked out: 1, or 0 where serve.colocated is above 0."""
     decode: Count | None = None
-    """Decode nodes to start. Worked out: 1, or 0 where serve.unsplit is above 0."""
-    unsplit: Count = 0
+    """Decode nodes to start. Worked out: 1, or 0 where serve.colocated is above 0."""
+    colocated: Count = 0
     """Nodes to start that both compute prompts and generate: nothing is ferried for what such a node computes."""
     stop_bound_s: Seconds = 30.0
     """How long an orderly stop lets requests finish, per stage: router, then prefill, then decode. Caps
@@ -236,15 +236,15 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     node: NodeConfig = NodeConfig()
     prefill: RoleConfig = RoleConfig()
     decode: RoleConfig = RoleConfig()
-    unsplit: RoleConfig = RoleConfig()
+    colocated: RoleConfig = RoleConfig()
     log: LogConfig = LogConfig()
     serve: ServeConfig = ServeConfig()
     timers: Timers = Timers()
     limits: Limits = Limits()
 
-    def role(self, role: Role) -> RoleConfig:
+    def role(self, role: NodeKind) -> RoleConfig:
         """The section of one role."""
-        return {"prefill": self.prefill, "decode": self.decode, "unsplit": self.unsplit}[role]
+        return {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}[role]
 
 
 def section_types() -> dict[str, type[msgspec.Struct]]:

@@ -13,7 +13,7 @@ from kvferry.common.scheduling.step import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class InputBatch:
     """T tokens of N sequences, on the device."""
 
     token_ids: Tensor
@@ -28,7 +28,7 @@ class Batch:
     """[n] absolute positions of the tokens to be drawn."""
 
 
-def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, staging: Staging, width: int = 0) -> Batch:
+def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, staging: Staging, width: int = 0) -> InputBatch:
     """Lay out at least one scheduled sequence; good until `staging` is used again.
 
     `width`: blocks that each table has room for, where that is more than the longest has. Raises ValueError when a
@@ -61,10 +61,10 @@ def make_batch(scheduled: Sequence[ScheduledSequence], block_size: int, staging:
     return batch_of(scheduled, there, meta)
 
 
-def batch_of(scheduled: Sequence[ScheduledSequence], there: StepInputs, meta: AttentionMetadata) -> Batch:
+def batch_of(scheduled: Sequence[ScheduledSequence], there: StepInputs, meta: AttentionMetadata) -> InputBatch:
     """Inputs that have been sent, with what of the plan is kept on the host."""
     sampled = [sequence for sequence in scheduled if sequence.sample]
-    return Batch(
+    return InputBatch(
         token_ids=there.token_ids,
         positions=there.positions,
         meta=meta,

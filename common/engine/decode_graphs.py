@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvferry.common.device.base import Device
 from kvferry.common.device.graphs import Graph, Graphs
-from kvferry.common.engine.batch import Batch, make_batch
+from kvferry.common.engine.batch import InputBatch, make_batch
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.engine.staging import Staging, StepShape
 from kvferry.common.models.causal_lm import CausalLM
@@ -97,7 +97,7 @@ class DecodeGraphs:
         self._sizes = tuple(size for size in self._sizes if size not in failed)
         _LOG.info("sizes of decode steps that are recorded: %d; that could not be: %d", len(self._sizes), len(failed))
 
-    def forward(self, scheduled: Sequence[ScheduledSequence]) -> tuple[Batch, Tensor] | None:
+    def forward(self, scheduled: Sequence[ScheduledSequence]) -> tuple[InputBatch, Tensor] | None:
         """The batch and its hidden states, more rows than it has sequences; None where nothing recorded fits.
 
         Both are good until the next call.
@@ -120,7 +120,7 @@ class DecodeGraphs:
         fitting = (size for size in self._sizes if size.sequences >= len(scheduled) and size.width >= width)
         return next(fitting, None)
 
-    def _fill(self, scheduled: Sequence[ScheduledSequence], size: GraphSize) -> Batch:
+    def _fill(self, scheduled: Sequence[ScheduledSequence], size: GraphSize) -> InputBatch:
         filled = (*scheduled, *self._padding[: size.sequences - len(scheduled)])
         return make_batch(filled, self._cache.block_size, self._staging, size.width)
 

@@ -22,8 +22,8 @@ from kvferry.common.cluster.events import (
     StepDone,
     StepGoesOn,
 )
-from kvferry.common.scheduling.step import StepPlan, StepResult
-from kvferry.common.scheduling.tokens_in_flight import Drawn
+from kvferry.common.scheduling.step import StepBatch, StepResult
+from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 
 LONG_S = 1.0
 """Where the step before began less than this ago, the next one that computes no prompt is short as well."""
@@ -34,7 +34,7 @@ SAY_S = 1.0
 class StepRunner(Protocol):
     """What computes a step; `common.engine.runner.ModelRunner` is one."""
 
-    def execute(self, plan: StepPlan, on_layers_done: Callable[[int], None] | None) -> StepResult:
+    def execute(self, plan: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
         """Compute the plan, and say how many of its layers are done, if asked to. Called by one thread only."""
         ...
 
@@ -58,15 +58,15 @@ class EngineThread:
         self._clock = clock or MonotonicClock()
         self._begun = -math.inf
         """When the last step began."""
-        self._drawn = Drawn()
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._drawn = TokensInFlight()
+        self._plans: queue.SimpleQueue[StepBatch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin to wait for plans."""
         self._thread.start()
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepBatch) -> None:
         """Give it one more step."""
         self._plans.put(plan)
 
@@ -91,7 +91,7 @@ class EngineThread:
             self._log.critical("%s failed", doing, exc_info=error)
             self._post(EngineFailed(f"{doing}: {type(error).__name__}: {error}"))
 
-    def _reporter(self, plan: StepPlan) -> Callable[[int], None] | None:
+    def _reporter(self, plan: StepBatch) -> Callable[[int], None] | None:
         before, self._begun = self._begun, self._clock.now()
         if plan.report_layers:
             return lambda layers: self._post(LayersDone(plan.step_id, layers))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvferry.common.device.base import Device
-from kvferry.common.engine.batch import Batch, make_batch
+from kvferry.common.engine.batch import InputBatch, make_batch
 from kvferry.common.engine.decode_graphs import DecodeGraphs
 from kvferry.common.engine.host_cache import HostCache
 from kvferry.common.engine.kv_cache import KvCache
@@ -18,9 +18,9 @@ from kvferry.common.engine.staging import Staging
 from kvferry.common.models.causal_lm import CausalLM
 from kvferry.common.parallel.collectives import ALONE, Collectives
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 
-LayersDone = Callable[[int], None]
+OnLayersDone = Callable[[int], None]
 
 
 class TokenSampler(Protocol):
@@ -70,7 +70,7 @@ class ModelRunner:
         self._staging = Staging(device)
         self._graphs = graphs
 
-    def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
+    def execute(self, plan: StepBatch, on_layers_done: OnLayersDone | None = None) -> StepResult:
         """Copy what the plan swaps, compute its tokens, write their KV, draw where asked; all done on return.
 
         on_layers_done(1), (2), ... is called in this thread: with plan.report_layers each time when the KV of that many
@@ -98,7 +98,7 @@ class ModelRunner:
         self._host_cache.check_invariants()
         self._sampler.check_invariants()
 
-    def _swap(self, plan: StepPlan) -> None:
+    def _swap(self, plan: StepBatch) -> None:
         """On the stream that computes: ordered before this step's work, and done when that is."""
         with torch.inference_mode():
             for copies in plan.swap_out:
@@ -106,7 +106,7 @@ class ModelRunner:
             for copies in plan.swap_in:
                 self._host_cache.copy_in(copies.device_blocks, copies.host_blocks)
 
-    def _step(self, plan: StepPlan, on_layers_done: LayersDone | None) -> tuple[dict[int, int], dict[int, str]]:
+    def _step(self, plan: StepBatch, on_layers_done: OnLayersDone | None) -> tuple[dict[int, int], dict[int, str]]:
         if plan.report_layers and on_layers_done is not None:
             batch, hidden = self._forward(plan.scheduled, self._synchronized(on_layers_done))
         else:
@@ -121,14 +121,16 @@ class ModelRunner:
         self._device.synchronize()
         return drawn.sampled, drawn.failed
 
-    def _replay(self, scheduled: Sequence[ScheduledSequence]) -> tuple[Batch, Tensor] | None:
+    def _replay(self, scheduled: Sequence[ScheduledSequence]) -> tuple[InputBatch, Tensor] | None:
         return None if self._graphs is None else self._graphs.forward(scheduled)
 
-    def _forward(self, scheduled: Sequence[ScheduledSequence], on_layer: LayersDone | None) -> tuple[Batch, Tensor]:
+    def _forward(
+        self, scheduled: Sequence[ScheduledSequence], on_layer: OnLayersDone | None
+    ) -> tuple[InputBatch, Tensor]:
         batch = make_batch(scheduled, self._kv_cache.block_size, self._staging)
         return batch, self._model.forward(batch.token_ids, batch.positions, self._kv_cache.layers, batch.meta, on_layer)
 
-    def _synchronized(self, on_layers_done: LayersDone) -> LayersDone:
+    def _synchronized(self, on_layers_done: OnLayersDone) -> OnLayersDone:
         """Wait for the device before saying that a layer is done: what is reported may be read at once."""
 
         def report(layers_done: int) -> None:

@@ -27,7 +27,7 @@ class BlockTable:
 
 
 @dataclass(slots=True)
-class Tries:
+class AllocationMemo:
     """What `acquire` found out about ids that wait for room, kept by whoever asks for them, so that the next try need
     not find it out again. For one pool and for ids that do not change."""
 
@@ -128,7 +128,7 @@ class BlockPool:
         extra_tokens: int = 0,
         keep_free: int = 0,
         counted: bool = True,
-        tries: Tries | None = None,
+        tries: AllocationMemo | None = None,
     ) -> BlockTable | None:
         """Blocks for len(token_ids) + extra_tokens positions; all or nothing.
 
@@ -141,7 +141,7 @@ class BlockPool:
         """
         if holder in self._holdings:
             raise InvariantError(f"holder {holder} has a table already")
-        tries = tries or Tries()
+        tries = tries or AllocationMemo()
         attempt = (max_cached_tokens, extra_tokens, keep_free, self.num_releases, self._num_publications)
         if tries.refused == attempt:
             return None
@@ -212,7 +212,7 @@ class BlockPool:
             if self._num_holders[block]:
                 continue
             if self._cache.is_published(block):
-                self._cache.let_go(block)
+                self._cache.release(block)
             else:
                 self._free.append(block)
 
@@ -243,7 +243,7 @@ class BlockPool:
         return max(0, min(max_cached_tokens, len(token_ids))) // self.block_size
 
     def _hits_in_room(
-        self, num_blocks: int, token_ids: "array[int]", max_cached_tokens: int, room: int, tries: Tries
+        self, num_blocks: int, token_ids: "array[int]", max_cached_tokens: int, room: int, tries: AllocationMemo
     ) -> list[int] | None:
         """The cached prefix of a table of num_blocks. None: the table takes more than `room` of what is free."""
         if num_blocks - self._max_hits(token_ids, max_cached_tokens) > room:

@@ -58,7 +58,7 @@ class PrefixCache:
         """Its first holder came: no longer evictable."""
         del self._evictable[block]
 
-    def let_go(self, block: int) -> None:
+    def release(self, block: int) -> None:
         """Its last holder left: evictable, and the last to be evicted for now."""
         self._evictable[block] = None
 

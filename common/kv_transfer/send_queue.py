@@ -18,7 +18,7 @@ from kvferry.common.protocol.messages import Piece
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutboundPiece:
     """A piece that waits to be read from its blocks."""
 
     piece: Piece
@@ -40,7 +40,7 @@ class Window:
 
 @dataclass(slots=True)
 class _Peer:
-    pending: deque[Outgoing] = field(default_factory=deque)
+    pending: deque[OutboundPiece] = field(default_factory=deque)
     in_flight: deque[Piece] = field(default_factory=deque)
     in_flight_bytes: int = 0
     blocked: bool = False
@@ -88,14 +88,14 @@ class SendQueue:
             self.writes.stop(key)
         return keys
 
-    def add(self, outgoing: Outgoing, now: float) -> None:
+    def add(self, outgoing: OutboundPiece, now: float) -> None:
         """Put a piece behind all others of its peer, `piece.key.decode`."""
         state = self._peers[outgoing.piece.key.decode]
         if not state.pending and not state.in_flight:
             state.moved_at = now
         state.pending.append(outgoing)
 
-    def next(self) -> Outgoing | None:
+    def next(self) -> OutboundPiece | None:
         """The piece whose turn it is; None when nothing can go. Followed by `given`, `block` or `stop` for it."""
         for _ in range(len(self._turns)):
             state = self._peers[self._turns[0]]
@@ -104,7 +104,7 @@ class SendQueue:
                 return state.pending[0]
         return None
 
-    def given(self, outgoing: Outgoing, now: float) -> None:
+    def given(self, outgoing: OutboundPiece, now: float) -> None:
         """The piece that `next` returned is on its way."""
         state = self._peers[outgoing.piece.key.decode]
         if not state.pending or state.pending[0] is not outgoing:

@@ -27,12 +27,12 @@ from kvferry.common.cluster.events import (
     PiecesStopped,
 )
 from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd
-from kvferry.common.kv_transfer.send_queue import Outgoing, SendQueue, Window
+from kvferry.common.kv_transfer.send_queue import OutboundPiece, SendQueue, Window
 from kvferry.common.kv_transfer.staging import SlotReach
 from kvferry.common.protocol.messages import Credit, Envelope, Piece
 from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor, connect_watched
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor, connect_watched
 from kvferry.common.transport.poll_loop import PollLoop
 
 _LOG = logging.getLogger("kvferry.kv")
@@ -126,7 +126,7 @@ class ZmqSender:
             self._fail(piece.key, "no link to this node")
             return
         usable = slots if self._reach.fits(piece.key.decode, piece.num_bytes) else ()
-        self._queue.add(Outgoing(piece, block_table, usable), self._end.clock.now())
+        self._queue.add(OutboundPiece(piece, block_table, usable), self._end.clock.now())
 
     def stop(self, key: TransferKey) -> None:
         """Read no more for a key."""
@@ -170,7 +170,7 @@ class ZmqSender:
 
     # -- inside
 
-    def _send_now(self, outgoing: Outgoing) -> None:
+    def _send_now(self, outgoing: OutboundPiece) -> None:
         peer = outgoing.piece.key.decode
         link = self._routes[peer].link
         if not link.writable():
@@ -193,7 +193,7 @@ class ZmqSender:
         self.counts["staged"] += piece.slot is not None
         self._end.post(PieceSent(outgoing.piece.key, outgoing.piece.number))
 
-    def _read(self, outgoing: Outgoing) -> Piece:
+    def _read(self, outgoing: OutboundPiece) -> Piece:
         piece = outgoing.piece
         data = self._cache.read(
             piece.layer_start, piece.layer_end, outgoing.block_table, piece.token_start, piece.token_end
@@ -203,7 +203,7 @@ class ZmqSender:
         checksum = zlib.crc32(data) if self._checksum else None
         return msgspec.structs.replace(piece, data=data, checksum=checksum)
 
-    def _staged(self, outgoing: Outgoing, piece: Piece) -> Piece:
+    def _staged(self, outgoing: OutboundPiece, piece: Piece) -> Piece:
         """Write the bytes into a staging slot, if that is how they go, and name it in their place."""
         slot = self._queue.writes.free(piece.key, outgoing.slots)
         if slot is None:
@@ -240,7 +240,7 @@ class ZmqSender:
                 self.counts["malformed"] += 1
 
     def _on_monitor(self, peer: Incarnation, link: LinkSocket, monitor: LinkMonitor) -> None:
-        if LinkEvent.DISCONNECTED in list(monitor.receive()):
+        if ConnectionEvent.DISCONNECTED in list(monitor.receive()):
             self._take_credits(peer, link)  # what it took before the end
             for key in self._queue.lost(peer):
                 self._fail(key, "the connection broke")

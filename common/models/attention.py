@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvferry.common.device.base import KvTensorSpec, Linear, Ops
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.rope import ModelStep
 
@@ -24,7 +24,7 @@ class GroupedAttention:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: TransformerConfig,
         layer: int,
         ops: Ops,
         qkv: Linear,
@@ -43,13 +43,13 @@ class GroupedAttention:
         self.window = config.window(layer)
 
     @staticmethod
-    def kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
+    def kv_specs(config: TransformerConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
         """Keys and values of each kv head."""
         shape = (config.num_kv_heads, config.head_dim)
         return KvTensorSpec("key", shape, dtype), KvTensorSpec("value", shape, dtype)
 
     @classmethod
-    def load(cls, config: ModelConfig, layer: int, loader: WeightLoader) -> Self:
+    def load(cls, config: TransformerConfig, layer: int, loader: WeightLoader) -> Self:
         """Take the weights of this rank's heads of one layer."""
         prefix = f"model.layers.{layer}.self_attn."
         local = loader.shard.local(config)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
 from kvferry.common.device.quantize import WeightScheme
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.weights import TrackedWeights
 from kvferry.common.parallel.collectives import ALONE, Collectives
 
@@ -19,14 +19,14 @@ LayerDone = Callable[[int], None]
 class CausalLM(Protocol):
     """A decoder with weights on one device. T tokens of a ragged batch, laid end to end."""
 
-    config: ModelConfig
+    config: TransformerConfig
     kv_specs: tuple[KvTensorSpec, ...]
     """One layer's cache tensors on this rank; every layer has the same."""
 
     @classmethod
     def load(
         cls,
-        config: ModelConfig,
+        config: TransformerConfig,
         weights: TrackedWeights,
         device: Device,
         dtype: torch.dtype,

@@ -81,7 +81,7 @@ class MlaConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelConfig:
+class TransformerConfig:
     """Everything that the forward pass and the sampler's defaults depend on."""
 
     architecture: str

@@ -24,7 +24,7 @@ from kvferry.common.device.base import (
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.models.attention import Attention, GroupedAttention
 from kvferry.common.models.causal_lm import LayerDone
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.latent_attention import LatentAttention
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.mlp import GatedMlp, Mlp, load_mlp
@@ -51,7 +51,7 @@ class DecoderModel:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: TransformerConfig,
         ops: Ops,
         embedding: VocabularyEmbedding,
         layers: Sequence[DecoderLayer],
@@ -74,7 +74,7 @@ class DecoderModel:
     @classmethod
     def load(
         cls,
-        config: ModelConfig,
+        config: TransformerConfig,
         weights: TrackedWeights,
         device: Device,
         dtype: torch.dtype,
@@ -131,7 +131,7 @@ class DecoderModel:
         return self._head(self._ops.rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)).float()
 
 
-def _fuse(config: ModelConfig, ops: Ops, layers: Sequence[DecoderLayer]) -> FusedLayers | None:
+def _fuse(config: TransformerConfig, ops: Ops, layers: Sequence[DecoderLayer]) -> FusedLayers | None:
     """All layers as one, where they are of the plain kind and the ops can."""
     described = []
     for layer in layers:
@@ -150,7 +150,7 @@ def _fuse(config: ModelConfig, ops: Ops, layers: Sequence[DecoderLayer]) -> Fuse
     return ops.fuse_layers(described, shape)
 
 
-def _load_layer(config: ModelConfig, index: int, loader: WeightLoader) -> DecoderLayer:
+def _load_layer(config: TransformerConfig, index: int, loader: WeightLoader) -> DecoderLayer:
     prefix = f"model.layers.{index}."
     return DecoderLayer(
         input_norm=loader.tensor(prefix + "input_layernorm.weight", config.hidden_size),
@@ -160,25 +160,25 @@ def _load_layer(config: ModelConfig, index: int, loader: WeightLoader) -> Decode
     )
 
 
-def _load_attention(config: ModelConfig, index: int, loader: WeightLoader) -> Attention:
+def _load_attention(config: TransformerConfig, index: int, loader: WeightLoader) -> Attention:
     if config.mla is not None:
         return LatentAttention.load(config, config.mla, index, loader)
     return GroupedAttention.load(config, index, loader)
 
 
-def _kv_specs(config: ModelConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
+def _kv_specs(config: TransformerConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
     if config.mla is not None:
         return LatentAttention.kv_specs(config.mla, dtype)
     return GroupedAttention.kv_specs(config, dtype)
 
 
-def _load_mlp(config: ModelConfig, index: int, prefix: str, loader: WeightLoader) -> Mlp:
+def _load_mlp(config: TransformerConfig, index: int, prefix: str, loader: WeightLoader) -> Mlp:
     if config.moe is not None and index in config.moe.layers:
         return MoeMlp.load(prefix, config.hidden_size, config.moe, config.mlp_bias, loader)
     return load_mlp(prefix, config.hidden_size, config.intermediate_size, config.mlp_bias, loader)
 
 
-def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> Linear:
+def _load_head(config: TransformerConfig, embedding: Tensor, loader: WeightLoader) -> Linear:
     """This rank's rows. The embedding's again when tied, whether or not the checkpoint carries a copy."""
     if config.tie_word_embeddings:
         loader.weights.skip("lm_head.weight")
@@ -191,7 +191,7 @@ def _load_head(config: ModelConfig, embedding: Tensor, loader: WeightLoader) -> 
     )  # fmt: skip
 
 
-def _load_frequencies(config: ModelConfig, weights: TrackedWeights) -> Tensor:
+def _load_frequencies(config: TransformerConfig, weights: TrackedWeights) -> Tensor:
     size = config.rotated_size
     factors = weights.take(ROPE_FACTORS, (size // 2,)) if weights.has(ROPE_FACTORS) else None
     return inverse_frequencies(config.rope, size, factors)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.models.config import MlaConfig, ModelConfig, MoeConfig
+from kvferry.common.models.config import MlaConfig, MoeConfig, TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config
@@ -19,7 +19,7 @@ _WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits
 """Settings of training, and where the publisher's own code is, which is what the family is."""
 
 
-def read_v2_config(given: HfSettings) -> ModelConfig:
+def read_v2_config(given: HfSettings) -> TransformerConfig:
     """Experts are scored by softmax; the best of all, or of the groups whose best one is best."""
     settings = given.model
     settings.require("scoring_func", ("softmax",))
@@ -36,7 +36,7 @@ def read_v2_config(given: HfSettings) -> ModelConfig:
     return replace(config, mlp_bias=settings.flag("mlp_bias"), moe=moe)
 
 
-def read_v3_config(given: HfSettings) -> ModelConfig:
+def read_v3_config(given: HfSettings) -> TransformerConfig:
     """Experts are scored by sigmoid and chosen with a learned bias, from the groups whose best two are best."""
     settings = given.model
     settings.require("scoring_func", ("sigmoid",))
@@ -48,7 +48,7 @@ def read_v3_config(given: HfSettings) -> ModelConfig:
     return replace(config, moe=moe, extra_layers=extra)
 
 
-def _decoder(given: HfSettings, interleaved: bool) -> ModelConfig:
+def _decoder(given: HfSettings, interleaved: bool) -> TransformerConfig:
     settings = given.model
     settings.ignore(*_WITHOUT_EFFECT)
     heads = settings.integer("num_attention_heads")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.common.models.causal_lm import CausalLM
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.settings import Settings
 
 
@@ -23,5 +23,5 @@ class Family:
     """One entry of the registry."""
 
     model: type[CausalLM]
-    read_config: Callable[[HfSettings], ModelConfig]
+    read_config: Callable[[HfSettings], TransformerConfig]
     """Raises ModelLoadError, naming the setting, for what is wrong or not supported."""

@@ -12,7 +12,7 @@ import torch
 
 from kvferry.common.device.base import Ops
 from kvferry.common.device.quantize import WeightScheme, bits_per_weight
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.weights import WeightSource
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -42,7 +42,7 @@ class Footprint:
 
 
 def footprint(
-    config: ModelConfig,
+    config: TransformerConfig,
     source: WeightSource,
     ops: Ops,
     dtype: torch.dtype,
@@ -67,7 +67,7 @@ def footprint(
     )
 
 
-def _used(config: ModelConfig, names: Iterable[str]) -> Iterable[str]:
+def _used(config: TransformerConfig, names: Iterable[str]) -> Iterable[str]:
     extra = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.extra_layers))
     return (
         name for name in names
@@ -75,7 +75,7 @@ def _used(config: ModelConfig, names: Iterable[str]) -> Iterable[str]:
     )  # fmt: skip
 
 
-def _values_per_token(config: ModelConfig) -> int:
+def _values_per_token(config: TransformerConfig) -> int:
     heads = config.num_heads + 2 * config.num_kv_heads
     attention = heads * config.head_dim
     if config.mla is not None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.models.config import ModelConfig, RopeConfig
+from kvferry.common.models.config import RopeConfig, TransformerConfig
 from kvferry.common.models.settings import Settings
 from kvferry.common.tokenizer.gguf_header import GgufHeader
 
@@ -23,7 +23,7 @@ _FAMILIES = {
 _DEFAULT_TOP_K = 1000
 
 
-def read_gguf_config(header: GgufHeader) -> ModelConfig:
+def read_gguf_config(header: GgufHeader) -> TransformerConfig:
     """The configuration of a GGUF file. Raises ModelLoadError, naming what is missing or not supported."""
     settings = Settings(header.metadata, "GGUF metadata")
     name = settings.text("general.architecture")
@@ -38,7 +38,7 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     return config
 
 
-def _decoder(settings: Settings, name: str, vocab_size: int, *, tied: bool) -> ModelConfig:
+def _decoder(settings: Settings, name: str, vocab_size: int, *, tied: bool) -> TransformerConfig:
     """Keys begin with the architecture's name."""
     family = _FAMILIES[name]
     heads = settings.integer(f"{name}.attention.head_count")
@@ -55,7 +55,7 @@ def _decoder(settings: Settings, name: str, vocab_size: int, *, tied: bool) -> M
         raise ModelLoadError(f"GGUF metadata: {heads} heads over {kv_heads} of size {head_dim} do not divide evenly")
     eos = settings.optional_integer("tokenizer.ggml.eos_token_id")
     eot = settings.optional_integer("tokenizer.ggml.eot_token_id")
-    return ModelConfig(
+    return TransformerConfig(
         architecture=family.architecture,
         hidden_size=hidden,
         num_layers=settings.integer(f"{name}.block_count"),

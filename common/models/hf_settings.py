@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.models.architectures import architecture_of
-from kvferry.common.models.config import ModelConfig, RopeConfig
+from kvferry.common.models.config import RopeConfig, TransformerConfig
 from kvferry.common.models.family import HfSettings
 from kvferry.common.models.rope import rope_from_settings
 from kvferry.common.models.settings import Settings
@@ -23,7 +23,7 @@ _DEFAULT_TOP_K = 1000
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> ModelConfig:
+def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> TransformerConfig:
     """What decoders have in common; a family's reader puts its own settings into the result with `replace`."""
     settings, generation = given.model, given.generation
     settings.require("hidden_act", ("silu",))
@@ -32,7 +32,7 @@ def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_p
         raise ModelLoadError(
             f"config.json: {heads} heads over {num_kv_heads} key-value heads of size {head_dim} do not divide evenly"
         )
-    return ModelConfig(
+    return TransformerConfig(
         architecture=architecture_of(settings),
         hidden_size=settings.integer("hidden_size"),
         num_layers=settings.integer("num_hidden_layers"),

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvferry.common.device.quantize import WeightScheme
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 
 _HEAD_BYTES = 1 << 20
 _SAMPLE_BYTES = 1 << 14
 _SAMPLES = 64
 
 
-def model_identity(config: ModelConfig, files: Iterable[Path], scheme: WeightScheme | None = None) -> str:
+def model_identity(config: TransformerConfig, files: Iterable[Path], scheme: WeightScheme | None = None) -> str:
     """sha256 over the configuration and, for each file in order, its size, its head and evenly spaced samples.
 
     Weights that were rounded to fewer bits are another model: its tokens differ.

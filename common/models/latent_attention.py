@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvferry.common.device.base import KvTensorSpec, Linear, Ops, PerHead
-from kvferry.common.models.config import MlaConfig, ModelConfig
+from kvferry.common.models.config import MlaConfig, TransformerConfig
 from kvferry.common.models.loader import WeightLoader, joined
 from kvferry.common.models.rope import ModelStep
 
@@ -24,7 +24,7 @@ class LatentAttention:
     """Implements `kvferry.common.models.attention.Attention`. The projections that share their input are merged."""
 
     def __init__(
-        self, config: ModelConfig, mla: MlaConfig, ops: Ops, latent_norm: Tensor, inputs: "LatentInputs",
+        self, config: TransformerConfig, mla: MlaConfig, ops: Ops, latent_norm: Tensor, inputs: "LatentInputs",
         outputs: "LatentOutputs",
     ) -> None:  # fmt: skip
         self._ops = ops
@@ -44,7 +44,7 @@ class LatentAttention:
         )
 
     @classmethod
-    def load(cls, config: ModelConfig, mla: MlaConfig, layer: int, loader: WeightLoader) -> Self:
+    def load(cls, config: TransformerConfig, mla: MlaConfig, layer: int, loader: WeightLoader) -> Self:
         """Take the weights of this rank's heads of one layer; what makes the latent, every rank has."""
         prefix = f"model.layers.{layer}.self_attn."
         loader.weights.skip(prefix + "rotary_emb.inv_freq")
@@ -80,7 +80,7 @@ class LatentInputs:
         self._spread = spread
 
     @classmethod
-    def load(cls, config: ModelConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
+    def load(cls, config: TransformerConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
         """Rotary pairs are put into halves here, in the rows that make them: turning them needs no shuffle then."""
         order = _order_of_halves(mla)
         rows, heads = config.num_heads * config.head_dim, loader.shard.local(config).num_heads
@@ -130,7 +130,7 @@ class LatentOutputs:
         self._output = output
 
     @classmethod
-    def load(cls, config: ModelConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
+    def load(cls, config: TransformerConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
         """Both maps are halves of one tensor."""
         per_head = mla.nope_head_dim + mla.v_head_dim
         both = loader.tensor(prefix + "kv_b_proj.weight", config.num_heads * per_head, mla.kv_lora_rank, split=0)
@@ -147,7 +147,7 @@ class LatentOutputs:
         return self._output(self._from_latent(attended).flatten(1))
 
 
-def _scale(config: ModelConfig, mla: MlaConfig) -> float:
+def _scale(config: TransformerConfig, mla: MlaConfig) -> float:
     scale: float = (mla.nope_head_dim + mla.rope_head_dim) ** -0.5
     rope = config.rope
     stretched = rope.type == "yarn" and rope.factor > 1

@@ -5,13 +5,13 @@ Llama 1 to 3.3, SmolLM and everything else whose config says LlamaForCausalLM.
 
 from dataclasses import replace
 
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 
 
-def read_config(given: HfSettings) -> ModelConfig:
+def read_config(given: HfSettings) -> TransformerConfig:
     """Biases are on all of attention or on none of it."""
     settings = given.model
     settings.require("rope_interleaved", (False,))

@@ -19,7 +19,7 @@ from kvferry.common.device.base import Device, KvTensorSpec
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.models.architectures import architecture_of
 from kvferry.common.models.causal_lm import CausalLM
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.family import HfSettings
 from kvferry.common.models.footprint import Footprint, footprint
 from kvferry.common.models.gguf_config import read_gguf_config
@@ -37,7 +37,7 @@ from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.tokenizer.gguf_header import read_gguf_header
 
 
-def read_hf_config(directory: Path) -> ModelConfig:
+def read_hf_config(directory: Path) -> TransformerConfig:
     """The configuration of a HuggingFace directory. Raises ModelLoadError, naming the setting.
 
     A setting that the family's reader did not ask for, and that is not known as harmless, is refused.
@@ -61,7 +61,7 @@ class LoadedModel:
     """A model ready to run, and what the rest of the node needs to know about it."""
 
     model: CausalLM
-    config: ModelConfig
+    config: TransformerConfig
     info: ModelInfo
     identity: str
     """Equal on every host with the same files; the dtype it runs in is not part of it."""
@@ -75,7 +75,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    config: ModelConfig
+    config: TransformerConfig
     files: tuple[Path, ...]
     weights: GgufWeights | HfWeights
     tokenizer_path: str
@@ -169,14 +169,14 @@ def _open(path: Path) -> _Checkpoint:
     raise ModelLoadError(f"{path} is neither a directory nor a GGUF file")
 
 
-def _resolve_dtype(config: ModelConfig, wanted: str | None) -> torch.dtype:
+def _resolve_dtype(config: TransformerConfig, wanted: str | None) -> torch.dtype:
     name = wanted or config.checkpoint_dtype
     if name not in _DTYPES:
         raise ModelLoadError(f"dtype {name} is not supported; give float32 or bfloat16")
     return _DTYPES[name]
 
 
-def _resolve_length(config: ModelConfig, wanted: int | None) -> int:
+def _resolve_length(config: TransformerConfig, wanted: int | None) -> int:
     if wanted is None:
         return config.max_position_embeddings
     if not 1 <= wanted <= config.max_position_embeddings:

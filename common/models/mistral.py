@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, default_head_dim
@@ -10,7 +10,7 @@ from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 _DEFAULT_WINDOW = 4096
 
 
-def read_config(given: HfSettings) -> ModelConfig:
+def read_config(given: HfSettings) -> TransformerConfig:
     """`sliding_window` is for all layers: null is none, and left out it is 4096, as the family's own default says."""
     settings = given.model
     config = decoder_config(

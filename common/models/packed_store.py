@@ -134,7 +134,7 @@ class _NewFile:
         self._end = 0
         self._index: dict[str, tuple[int, int]] = {}
         self._maps: list[mmap.mmap] = []
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._preemption = torch.empty(0, dtype=torch.uint8)
         """What is left of the last mapping."""
 
     @classmethod
@@ -148,11 +148,11 @@ class _NewFile:
     def add(self, name: str, num_bytes: int) -> Tensor:
         """OSError when there is no room: that is found out now, not by a signal when the memory is written."""
         start = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        room = self._room[start - self._end :]
+        room = self._preemption[start - self._end :]
         if len(room) < num_bytes:
             room = self._map(start, max(num_bytes, MAP_BYTES))
         self._index[name] = start, num_bytes
-        self._end, self._room = start + num_bytes, room[num_bytes:]
+        self._end, self._preemption = start + num_bytes, room[num_bytes:]
         return room[:num_bytes]
 
     def _map(self, start: int, num_bytes: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, default_head_dim, layer_windows
 
 
-def read_config(given: HfSettings) -> ModelConfig:
+def read_config(given: HfSettings) -> TransformerConfig:
     """Windows as `layer_windows` reads them."""
     settings = given.model
     config = decoder_config(

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, layer_windows
@@ -10,7 +10,7 @@ from kvferry.common.models.hf_settings import decoder_config, layer_windows
 _DEFAULT_HEAD_DIM = 128
 
 
-def read_config(given: HfSettings) -> ModelConfig:
+def read_config(given: HfSettings) -> TransformerConfig:
     """The head size does not follow from the hidden size; windows as `layer_windows` reads them."""
     settings = given.model
     config = decoder_config(

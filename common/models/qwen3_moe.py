@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.models.config import ModelConfig, MoeConfig
+from kvferry.common.models.config import MoeConfig, TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, default_head_dim
@@ -11,7 +11,7 @@ from kvferry.common.models.moe import check_experts
 from kvferry.common.models.settings import Settings
 
 
-def read_config(given: HfSettings) -> ModelConfig:
+def read_config(given: HfSettings) -> TransformerConfig:
     """A window, where there is one, is for all layers."""
     settings = given.model
     config = decoder_config(

@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.weights import ROPE_FACTORS, Part
 from kvferry.common.tokenizer.gguf_header import GgufHeader, GgufTensor
 
@@ -44,7 +44,7 @@ _ROWS_SHUFFLED = ("LlamaForCausalLM",)
 class GgufWeights:
     """Implements WeightSource; a context manager, since it maps the file. Tensors come as float32."""
 
-    def __init__(self, path: Path, header: GgufHeader, config: ModelConfig) -> None:
+    def __init__(self, path: Path, header: GgufHeader, config: TransformerConfig) -> None:
         self._path = path
         self._tensors = {_hf_name(tensor.name): tensor for tensor in header.tensors}
         shuffled = config.architecture in _ROWS_SHUFFLED

@@ -17,7 +17,7 @@ from kvferry.common.cluster.node_core import (
     NodeCore,
     NodeIdentity,
 )
-from kvferry.common.cluster.node_role import Leg
+from kvferry.common.cluster.node_role import NodeRole
 from kvferry.common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
@@ -60,8 +60,8 @@ from kvferry.common.transport.context import TransportContext
 
 
 @dataclass(frozen=True, slots=True)
-class LegContext:
-    """What a leg is made of, beside its own tables."""
+class RoleContext:
+    """What a role is made of, beside its own tables."""
 
     incarnation: Incarnation
     name: str
@@ -92,7 +92,7 @@ class Surroundings:
     """For tests that stop the engine at chosen points."""
 
 
-MakeLegs = Callable[[LegContext], Sequence[Leg]]
+MakeLegs = Callable[[RoleContext], Sequence[NodeRole]]
 
 
 class NodeBuilder:
@@ -104,7 +104,7 @@ class NodeBuilder:
         device: Device,
         settings: NodeSettings,
         around: Surroundings,
-        make_legs: MakeLegs,
+        make_roles: MakeLegs,
         team: RankTeam | None = None,
     ) -> None:
         """`loaded` is rank 0's part of the model where there is a `team` of other ranks, which have been started."""
@@ -113,7 +113,7 @@ class NodeBuilder:
         self._device = device
         self._settings = settings
         self._around = around
-        self._make_legs = make_legs
+        self._make_legs = make_roles
         self.incarnation = new_incarnation()
         self._cache: KvCache | None = None
 
@@ -247,7 +247,7 @@ class NodeBuilder:
             staging=(shell.staging_place,) if shell.staging_place else (),
         )
         core: list[NodeCore] = []
-        context = LegContext(
+        context = RoleContext(
             incarnation=self.incarnation,
             name=settings.name,
             scheduler=scheduler,

@@ -7,11 +7,11 @@ import logging
 
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.protocol.messages import (
-    Beat,
     CommitRefused,
     FirstToken,
     Gone,
     HandoverFailed,
+    Heartbeat,
     HelloRefused,
     Message,
     Refused,
@@ -19,7 +19,7 @@ from kvferry.common.protocol.messages import (
     Tokens,
 )
 
-_FREQUENT = (Beat, Status, Tokens, FirstToken)
+_FREQUENT = (Heartbeat, Status, Tokens, FirstToken)
 
 
 class Journal:

@@ -12,7 +12,7 @@ from kvferry.common.models.footprint import Footprint
 _MIB = 1 << 20
 
 
-def demand_memory(footprint: Footprint, settings: NodeSettings, device: Device) -> None:
+def check_memory_fits(footprint: Footprint, settings: NodeSettings, device: Device) -> None:
     """ConfigError where the node would not fit: its part, with the other ranks' where they share its memory.
 
     Without a configured cache an accelerator's cache takes what is left, so there it counts as nothing.

@@ -26,12 +26,12 @@ from kvferry.common.base.gc_freeze import keep_what_is_loaded
 from kvferry.common.cluster.actions import ExitProcess
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import NodeSettings, resolve_node
-from kvferry.common.config.schema import ClusterConfig, Role
+from kvferry.common.config.schema import ClusterConfig, NodeKind
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.device.select import select_device
 from kvferry.common.models.load import load_model
 from kvferry.common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
-from kvferry.common.node.memory import demand_memory
+from kvferry.common.node.memory import check_memory_fits
 from kvferry.common.node.shell import NodeShell
 from kvferry.common.parallel.collectives import ALONE
 from kvferry.common.protocol.messages import Announce, Envelope
@@ -44,7 +44,7 @@ from kvferry.common.transport.security import load_security
 START_TIMEOUT_S = 60.0
 
 
-def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
+def run_node(config: ClusterConfig, role: NodeKind, make_roles: MakeLegs) -> int:
     """Serve one role until told to end. Logging is set up by the caller.
 
     Returns the exit code; raises KvferryError when it cannot start.
@@ -56,7 +56,7 @@ def run_node(config: ClusterConfig, role: Role, make_legs: MakeLegs) -> int:
     if security is not None:
         proxies = security.completed("discovery.announce_to", proxies, "router")
     context = TransportContext(security)
-    builder, shell = _build(config, settings, make_legs, log, context)
+    builder, shell = _build(config, settings, make_roles, log, context)
     thread = _ControlThread(shell)
     announcer = Announcer(context, proxies, config.timers, config.limits)
     try:
@@ -99,7 +99,7 @@ def _named(settings: NodeSettings) -> NodeSettings:
 def _build(
     config: ClusterConfig,
     settings: NodeSettings,
-    make_legs: MakeLegs,
+    make_roles: MakeLegs,
     log: logging.Logger,
     context: TransportContext,
 ) -> tuple[NodeBuilder, NodeShell]:
@@ -117,12 +117,12 @@ def _build(
             model_name=config.model.name or None,
             progress=os.isatty(2),
             packed_dir=cache_dir() / "packed" if config.node.share_weights else None,
-            before=lambda footprint: demand_memory(footprint, settings, device),
+            before=lambda footprint: check_memory_fits(footprint, settings, device),
             scheme=_scheme(config),
             collectives=ALONE if team is None else team.collectives,
         )
         around = Surroundings(context, MonotonicClock(), log, config.timers, config.limits)
-        builder = NodeBuilder(loaded, device, settings, around, make_legs, team)
+        builder = NodeBuilder(loaded, device, settings, around, make_roles, team)
         return builder, builder.build()
     except BaseException:
         if team is not None:

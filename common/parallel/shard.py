@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Shard:
         each = -(-total // self.size)
         return min(self.rank * each, total), min((self.rank + 1) * each, total)
 
-    def local(self, config: ModelConfig) -> ModelConfig:
+    def local(self, config: TransformerConfig) -> TransformerConfig:
         """The configuration with this rank's number of heads; everything else is the model's own."""
         return replace(config, num_heads=config.num_heads // self.size, num_kv_heads=config.num_kv_heads // self.size)
 
-    def check(self, config: ModelConfig) -> None:
+    def check(self, config: TransformerConfig) -> None:
         """Raises ModelLoadError, by name, for a size that does not divide."""
         for name, value in _divided(config):
             if value % self.size:
@@ -50,7 +50,7 @@ class Shard:
 WHOLE = Shard()
 
 
-def _divided(config: ModelConfig) -> Iterator[tuple[str, int]]:
+def _divided(config: TransformerConfig) -> Iterator[tuple[str, int]]:
     """The sizes that are cut, by the names that configurations have for them."""
     yield "num_attention_heads", config.num_heads
     if config.mla is None:

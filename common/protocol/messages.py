@@ -36,10 +36,10 @@ PROTOCOL_VERSION = 1
 TokenIds = array
 """`array('I')`: token ids as they are on the wire, little-endian uint32."""
 
-Role = Literal["prefill", "decode"]
+RoleName = Literal["prefill", "decode"]
 ClientKind = Literal["worker", "prefill"]
 FinishReason = Literal["stop", "length"]
-GoneReason = Literal["never_known", "lost", "given_back"]
+GoneReason = Literal["never_known", "lost", "preempted"]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """Control endpoint, as the worker reaches it."""
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a node publishes about how busy it is. Counts are of this instant; tokens and blocks are the units."""
 
     waiting_requests: Count = 0
@@ -84,8 +84,8 @@ class Announce(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 1
     name: str
-    role: Role | Literal["unsplit"]
-    """What it was started as; `unsplit` has both roles. Welcome has the word that counts."""
+    role: RoleName | Literal["colocated"]
+    """What it was started as; `colocated` has both roles. Welcome has the word that counts."""
     model: str
     endpoint: str
 
@@ -105,7 +105,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     TYPE: ClassVar[int] = 3
     name: str
-    roles: tuple[Role, ...]
+    roles: tuple[RoleName, ...]
     model: ModelInfo
     compatibility: Compatibility
     kv_endpoints: tuple[str, ...] = ()
@@ -123,13 +123,13 @@ class HelloRefused(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class OtherLife(Message, frozen=True, kw_only=True):
+class WrongIncarnation(Message, frozen=True, kw_only=True):
     """Node -> client: your `to` names another process life; the sender of this is who lives here now."""
 
     TYPE: ClassVar[int] = 5
 
 
-class BeatEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class WantedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One line of the list of what a client wants on a node."""
 
     request_id: RequestId
@@ -144,20 +144,20 @@ class BeatEntry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Prefill clients only: which Reserve of the attempt."""
 
 
-class Beat(Message, frozen=True, kw_only=True):
-    """Client -> node, every `beat_s`: all that the client wants there. What is absent and old enough is freed."""
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Client -> node, every `heartbeat_s`: all that the client wants there. What is absent and old enough is freed."""
 
     TYPE: ClassVar[int] = 6
-    beat_no: Count
+    heartbeat_no: Count
     as_of: Count
-    """Highest plan_no (workers) or transfer_no (prefill nodes) given out when the list was made."""
-    entries: tuple[BeatEntry, ...] = ()
+    """Highest placement_no (workers) or transfer_no (prefill nodes) given out when the list was made."""
+    entries: tuple[WantedRequest, ...] = ()
     last: bool = False
     """The client exits in order; nothing comes after this."""
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """Node -> client, every `beat_s`: alive, how far, how busy."""
+    """Node -> client, every `heartbeat_s`: alive, how far, how busy."""
 
     TYPE: ClassVar[int] = 7
     status_no: Count
@@ -166,7 +166,7 @@ class Status(Message, frozen=True, kw_only=True):
     step_age_ms: Milliseconds = 0
     """Age of the step in progress; 0 when none is."""
     work_waiting: bool = False
-    load: Load = Load()
+    load: NodeLoad = NodeLoad()
     link_seq: Count = 0
     """Number of the last Tokens message sent to this client: a lost last one is seen."""
     progress_no: Count = 0
@@ -179,7 +179,7 @@ class Job(Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 8
     request_id: RequestId
     attempt: Count
-    plan_no: Count
+    placement_no: Count
     model: str
     prompt_token_ids: "array[int]"
     output_token_ids: "array[int]"
@@ -262,7 +262,7 @@ class Reserve(Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 14
     key: TransferKey
     transfer_no: Count
-    plan_no: Count
+    placement_no: Count
     worker: Incarnation
     prompt_token_ids: "array[int]"
     output_token_ids: "array[int]"
@@ -422,14 +422,14 @@ RAW_FIELDS: dict[type[Message], tuple[str, ...]] = {
 MESSAGE_TYPES: dict[int, type[Message]] = {
     cls.TYPE: cls
     for cls in (
-        Announce, Hello, Welcome, HelloRefused, OtherLife, Beat, Status, Job, Cancel, Gone, FirstToken, HandedOver,
+        Announce, Hello, Welcome, HelloRefused, WrongIncarnation, Heartbeat, Status, Job, Cancel, Gone, FirstToken, HandedOver,
         HandoverFailed, Reserve, Granted, Queued, Refused, Piece, Credit, Commit, Committed, CommitRefused, Abort,
         Revoke, Tokens,
     )
 }  # fmt: skip
 
 
-CLIENT_SPEAKS = (Hello, Beat, Job, Cancel, Reserve, Commit, Abort)
+CLIENT_SPEAKS = (Hello, Heartbeat, Job, Cancel, Reserve, Commit, Abort)
 """What the client of a link says; everything else is said by its node. Two nodes with both roles are one another's
 clients, so the peer alone does not tell which way a message goes."""
 

@@ -51,11 +51,11 @@ from kvferry.common.ranks import messages
 from kvferry.common.ranks.messages import (
     Begin,
     Done,
-    Failed,
     FromRank,
     Loaded,
-    Outgoing,
+    Outbound,
     Quit,
+    RankFailed,
     RankSpec,
     Ready,
     RunPlan,
@@ -85,12 +85,12 @@ class RankAgent:
         self._log = log
         self._context = TransportContext(load_security(spec.security, "node"))
         self._link_context = TransportContext()
-        self._link = LinkSocket(self._link_context, Incarnation(spec.me), RANK_OPTIONS)
+        self._link = LinkSocket(self._link_context, Incarnation(spec.self_id), RANK_OPTIONS)
         self._wakeup = Wakeup()
         self._inbox: Inbox[Event] = Inbox(self._wakeup)
         self._loop = PollLoop()
         self._incoming = messages.from_lead()
-        self._outgoing: Outgoing[FromRank] = Outgoing()
+        self._outgoing: Outbound[FromRank] = Outbound()
         self._collectives = GroupCollectives(Shard(spec.rank, spec.size))
         self._device: Device | None = None
         self._model: LoadedModel | None = None
@@ -236,7 +236,7 @@ class RankAgent:
         self._link.send(self._outgoing.frames(message))
 
     def _fail(self, reason: str) -> None:
-        self._say(Failed(reason))
+        self._say(RankFailed(reason))
         self._code = 1
 
 

@@ -13,16 +13,16 @@ from kvferry.common.base.ids import (
 )
 from kvferry.common.base.python_command import python_command
 from kvferry.common.ranks import messages
-from kvferry.common.ranks.messages import Outgoing, RankSpec, ToRank
+from kvferry.common.ranks.messages import Outbound, RankSpec, ToRank
 
 
 class RankProcess:
     """A running rank and the two directions of messages with it."""
 
-    def __init__(self, rank: int, me: Incarnation, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(self, rank: int, self_id: Incarnation, process: "subprocess.Popen[bytes]") -> None:
         self.rank = rank
-        self.me = me
-        self.outgoing: Outgoing[ToRank] = Outgoing()
+        self.self_id = self_id
+        self.outgoing: Outbound[ToRank] = Outbound()
         self.incoming = messages.from_rank()
         self.poll_handle = os.pidfd_open(process.pid)
         """Readable when the process has ended."""
@@ -58,8 +58,10 @@ class RankProcess:
 
 def start_rank(common: RankSpec, rank: int, lead: str, store_port: int) -> RankProcess:
     """Start a rank. `lead` is where rank 0 listens, `store_port` where the ranks find one another."""
-    me = new_incarnation()
-    spec = msgspec.structs.replace(common, rank=rank, me=me, lead=lead, store_port=store_port, parent_pid=os.getpid())
+    self_id = new_incarnation()
+    spec = msgspec.structs.replace(
+        common, rank=rank, self_id=self_id, lead=lead, store_port=store_port, parent_pid=os.getpid()
+    )
     threads = str(spec.settings.threads)
     process = subprocess.Popen(
         python_command("kvferry.common.ranks.agent"),
@@ -70,4 +72,4 @@ def start_rank(common: RankSpec, rank: int, lead: str, store_port: int) -> RankP
     # One that has ended already is noticed by whoever watches it.
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(msgspec.json.encode(spec))
-    return RankProcess(rank, me, process)
+    return RankProcess(rank, self_id, process)

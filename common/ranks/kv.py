@@ -18,7 +18,7 @@ from kvferry.common.ranks.messages import ClosePeer, ExpectKv, ForgetKv, OpenPee
 from kvferry.common.ranks.tally import PieceTally
 from kvferry.common.ranks.team import RankTeam
 
-Post = Callable[[Event], None]
+PostEvent = Callable[[Event], None]
 
 
 class RankedKvMover:
@@ -27,7 +27,9 @@ class RankedKvMover:
     Rank i sends to rank i: the nodes have as many ranks, which Hello has compared.
     """
 
-    def __init__(self, team: RankTeam, make_own: Callable[[Callable[[KvEvent], None]], KvMover], post: Post) -> None:
+    def __init__(
+        self, team: RankTeam, make_own: Callable[[Callable[[KvEvent], None]], KvMover], post: PostEvent
+    ) -> None:
         self._team = team
         self._post = post
         self._tally = PieceTally(team.size)

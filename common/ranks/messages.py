@@ -19,7 +19,7 @@ from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.config.schema import LogConfig, SecurityConfig
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.protocol.wire import Frame
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 
 _NUMBER_BYTES = 8
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a child is started with. What has a default is each child's own and filled in by the team."""
 
     rank: int = 0
-    me: str = ""
+    self_id: str = ""
     """The rank's name on the link to rank 0: an incarnation."""
     lead: str = ""
     """Where rank 0 listens."""
@@ -84,7 +84,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 class RunPlan(msgspec.Struct, frozen=True, tag=True):
     """Compute this rank's part of a step."""
 
-    plan: StepPlan
+    plan: StepBatch
 
 
 class OpenPeer(msgspec.Struct, frozen=True, tag=True):
@@ -192,16 +192,16 @@ class Bad(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
     """The rank cannot go on, and ends."""
 
     reason: str
 
 
-FromRank = Loaded | Ready | Done | Sent | Stopped | SendFailed | Arrived | Bad | Failed
+FromRank = Loaded | Ready | Done | Sent | Stopped | SendFailed | Arrived | Bad | RankFailed
 
 
-class Outgoing(Generic[T]):
+class Outbound(Generic[T]):
     """Writes messages of one direction down."""
 
     def __init__(self) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvferry.common.engine.runner import LayersDone, ModelRunner
+from kvferry.common.engine.runner import ModelRunner, OnLayersDone
 from kvferry.common.engine.sampler import SampleResult
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.scheduling.step import StepBatch, StepResult
 
 
 class LeadRunner:
@@ -20,11 +20,11 @@ class LeadRunner:
     copies there is such a sum too.
     """
 
-    def __init__(self, own: ModelRunner, pass_on: Callable[[StepPlan], None]) -> None:
+    def __init__(self, own: ModelRunner, pass_on: Callable[[StepBatch], None]) -> None:
         self._own = own
         self._pass_on = pass_on
 
-    def execute(self, plan: StepPlan, on_layers_done: LayersDone | None = None) -> StepResult:
+    def execute(self, plan: StepBatch, on_layers_done: OnLayersDone | None = None) -> StepResult:
         """See ModelRunner. RuntimeError when another rank is gone."""
         if plan.scheduled or plan.has_copies:
             # The samplers' part stays here.

@@ -33,16 +33,16 @@ from kvferry.common.ranks.child import RankProcess, start_rank
 from kvferry.common.ranks.messages import (
     Begin,
     Done,
-    Failed,
     FromRank,
     Loaded,
     Quit,
+    RankFailed,
     RankSpec,
     Ready,
     RunPlan,
     ToRank,
 )
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.nonblocking import SendResult
@@ -117,7 +117,7 @@ class RankTeam:
         assert self._store is not None
         for rank in range(1, self._spec.size):
             child = start_rank(self._spec, rank, lead, self._store.port)
-            self._children[child.me] = child
+            self._children[child.self_id] = child
             self._loop.add(child, lambda child=child: self._on_end(child))  # type: ignore[misc]
         self._thread.start()
 
@@ -179,7 +179,7 @@ class RankTeam:
         """How many ranks there are, rank 0 among them."""
         return self._spec.size
 
-    def pass_on(self, plan: StepPlan) -> None:
+    def pass_on(self, plan: StepBatch) -> None:
         """Let every rank compute its part of a step."""
         self.tell(RunPlan(plan))
 
@@ -222,7 +222,7 @@ class RankTeam:
         for rank, message in self._inbox.take_all():
             for child in self._children.values():
                 if rank in (None, child.rank):
-                    sent = self._socket.send(child.me, child.outgoing.frames(message))
+                    sent = self._socket.send(child.self_id, child.outgoing.frames(message))
                     if sent is SendResult.UNREACHABLE:
                         self._lose(f"rank {child.rank} cannot be reached")
 
@@ -241,7 +241,7 @@ class RankTeam:
             if self._listener is not None:
                 self._listener.on_rank_event(child.rank, event)
             return
-        if isinstance(message, Failed):
+        if isinstance(message, RankFailed):
             # It may have failed because another one is ending, which is what somebody wants to read.
             for other in self._children.values():
                 if other is not child and other.ends_within(ENDING_S):

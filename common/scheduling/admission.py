@@ -4,15 +4,22 @@ from math import ceil
 
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.kv.block_pool import BlockPool, BlockTable
-from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, SequenceStatus
 from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.waiting_queue import PRIORITIES
 
-AWAY = (Status.SWAPPING, Status.SWAPPED)
+SWAPPED_OUT = (SequenceStatus.SWAPPING, SequenceStatus.SWAPPED)
 """Swapped out, or on the way. While there are any nothing new gets blocks: they were here first, and come back."""
-RUNNING = (Status.COMPUTING, Status.PAUSED, Status.RESERVED, Status.COMMITTED, Status.DECODING, *AWAY)
+RUNNING = (
+    SequenceStatus.COMPUTING,
+    SequenceStatus.PAUSED,
+    SequenceStatus.RESERVED,
+    SequenceStatus.COMMITTED,
+    SequenceStatus.DECODING,
+    *SWAPPED_OUT,
+)
 """What max_running counts."""
-WITH_KV = (Status.COMPUTING, Status.PAUSED, Status.PREFILLED, Status.DECODING)
+WITH_KV = (SequenceStatus.COMPUTING, SequenceStatus.PAUSED, SequenceStatus.PREFILLED, SequenceStatus.DECODING)
 """Positions below num_computed_tokens have KV, and the engine wrote it."""
 
 
@@ -33,12 +40,12 @@ class Admission:
 
     @property
     def _may_begin(self) -> bool:
-        return self.num_running < self._config.max_running and not self._table.count(*AWAY)
+        return self.num_running < self._config.max_running and not self._table.count(*SWAPPED_OUT)
 
     @property
     def num_reserved_blocks(self) -> int:
         """Blocks of uncommitted reservations."""
-        return sum(len(self._pool.table(seq_id)) for seq_id in self._table.members(Status.RESERVED))
+        return sum(len(self._pool.table(seq_id)) for seq_id in self._table.members(SequenceStatus.RESERVED))
 
     def check(self, spec: SequenceSpec, *, to_the_end: bool = False) -> None:
         """RequestInvalidError when the spec breaks a rule or could never get its blocks, even alone.
@@ -84,7 +91,7 @@ class Admission:
         wanted = self._pool.blocks_for(self._tokens_to_start(spec, decode=True))
         if reserved and reserved + wanted > self._max_reserved_blocks:
             return None
-        max_cached_tokens = spec.num_known - 1 if spec.is_replan else spec.num_known
+        max_cached_tokens = spec.num_known - 1 if spec.is_retry else spec.num_known
         return self._acquire(seq_id, spec, max_cached_tokens=max_cached_tokens, decode=True)
 
     def inherit(self, old: Sequence, new: Sequence) -> int | None:
@@ -122,6 +129,6 @@ class Admission:
             spec.token_ids,
             max_cached_tokens=max_cached_tokens,
             extra_tokens=self._tokens_to_start(spec, decode=decode) - spec.num_known,
-            keep_free=self._watermark_blocks if self._table.count(Status.DECODING) else 0,
+            keep_free=self._watermark_blocks if self._table.count(SequenceStatus.DECODING) else 0,
             tries=spec.tries,
         )

@@ -2,7 +2,7 @@
 
 Order within one answer is the order in which it happened; for one sequence it is always
 Started, ChunkComputed..., Sampled, then one of Prefilled, Finished, Failed, or further Sampled ones.
-After Finished, Failed or GivenBack the scheduler has forgotten the sequence: its id is not to be used again.
+After Finished, Failed or Preempted the scheduler has forgotten the sequence: its id is not to be used again.
 """
 
 from dataclasses import dataclass
@@ -78,10 +78,10 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenBack:
+class Preempted:
     """Preempted: decode ran out of blocks and this sequence gave its own. A re-plan is due, nothing else is lost."""
 
     seq_id: int
 
 
-SchedulerEvent = Started | ChunkComputed | Sampled | Prefilled | Finished | Failed | GivenBack
+SchedulerEvent = Started | ChunkComputed | Sampled | Prefilled | Finished | Failed | Preempted

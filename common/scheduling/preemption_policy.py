@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from math import ceil
 
 from kvferry.common.kv.block_pool import BlockPool
-from kvferry.common.scheduling.admission import AWAY
-from kvferry.common.scheduling.events import GivenBack, SchedulerEvent
-from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, Status
+from kvferry.common.scheduling.admission import SWAPPED_OUT
+from kvferry.common.scheduling.events import Preempted, SchedulerEvent
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceStatus
 from kvferry.common.scheduling.sequence_table import SequenceTable
-from kvferry.common.scheduling.step_builder import Batch
+from kvferry.common.scheduling.step_builder import StepBuilder
 from kvferry.common.scheduling.swapping import Swapping
 
 
@@ -47,7 +47,7 @@ def choose_victim(decoding: Iterable[Sequence], safe: Sequence | None, max_preem
     return max(eligible, key=rank, default=None)
 
 
-class Room:
+class PreemptionPolicy:
     """Called once for each step that is planned, before anybody gets a token of it."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable, swapping: Swapping) -> None:
@@ -61,30 +61,35 @@ class Room:
         self.num_preemptions = 0
         """Sequences given back, total since start."""
 
-    def make(self, batch: Batch, now: float, events: list[SchedulerEvent]) -> None:
+    def make(self, batch: StepBuilder, now: float, events: list[SchedulerEvent]) -> None:
         """Give blocks, and take them from the worst where it must be; copies go into the batch."""
         self._num_promised = 0
-        if not self._table.count(Status.SWAPPED) and not self._needy(None):
+        if not self._table.count(SequenceStatus.SWAPPED) and not self._needy(None):
             return
-        best = best_of(*(self._members(status) for status in (Status.DECODING, Status.SWAPPING, Status.SWAPPED)))
-        for seq in self._members(Status.SWAPPED):
+        best = best_of(
+            *(
+                self._members(status)
+                for status in (SequenceStatus.DECODING, SequenceStatus.SWAPPING, SequenceStatus.SWAPPED)
+            )
+        )
+        for seq in self._members(SequenceStatus.SWAPPED):
             if seq is not best and now - seq.swapped_at > self._config.swap_wait_s:
-                self._give_back(seq, events)
+                self._preempt(seq, events)
         for seq in self._needy(best):
             while not self._serve(seq, batch):
-                victim = choose_victim(self._members(Status.DECODING), best, self._config.max_preempt)
+                victim = choose_victim(self._members(SequenceStatus.DECODING), best, self._config.max_preempt)
                 if victim is None:
                     break  # it skips this step; whoever holds the blocks ends some time, or is revoked
                 if not self._swapping.swap_out(victim, batch, now):
-                    self._give_back(victim, events)
+                    self._preempt(victim, events)
         self._let_return(batch)
 
     def make_ahead(self) -> bool:
         """While a step is in flight: a place for the next token of all that decode, also behind one that is being
         drawn. False, and nothing changed: not for all, or somebody is swapped out. Then the step comes back first."""
-        if self._table.count(*AWAY):
+        if self._table.count(*SWAPPED_OUT):
             return False
-        decoding = self._members(Status.DECODING)
+        decoding = self._members(SequenceStatus.DECODING)
         lacking = [s for s in decoding if (s.num_unscheduled_tokens > 0 or s.may_go_ahead) and not self.has_room(s)]
         if len(lacking) > self._pool.num_free:
             return False
@@ -100,21 +105,23 @@ class Room:
 
     def _needy(self, best: Sequence | None) -> list[Sequence]:
         """Those that decode and have no place for their next token, and the best of all if it is swapped out."""
-        needy = [s for s in self._members(Status.DECODING) if s.num_unscheduled_tokens > 0 and not self.has_room(s)]
-        if best is not None and best.status is Status.SWAPPED:
+        needy = [
+            s for s in self._members(SequenceStatus.DECODING) if s.num_unscheduled_tokens > 0 and not self.has_room(s)
+        ]
+        if best is not None and best.status is SequenceStatus.SWAPPED:
             needy.append(best)
         return sorted(needy, key=rank)
 
-    def _serve(self, seq: Sequence, batch: Batch) -> bool:
+    def _serve(self, seq: Sequence, batch: StepBuilder) -> bool:
         """Whether it has its blocks now, or waits for some that come when copies in flight are done; or is taken from
         itself."""
         coming, free = self._swapping.num_coming_blocks, self._pool.num_free
         promised = max(0, self._num_promised - coming)
-        if seq.status is Status.SWAPPED:
+        if seq.status is SequenceStatus.SWAPPED:
             if self._swapping.swap_in(seq, batch, keep_free=promised):
                 return True
             wanted = self._swapping.num_wanted(seq)
-        elif seq.status is Status.DECODING:
+        elif seq.status is SequenceStatus.DECODING:
             if free > promised and self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1):
                 return True
             wanted = 1
@@ -125,18 +132,18 @@ class Room:
         self._num_promised += wanted
         return True
 
-    def _let_return(self, batch: Batch) -> None:
+    def _let_return(self, batch: StepBuilder) -> None:
         """Best first; the first that has no room stops the rest: what is behind it must not take its blocks."""
-        for seq in sorted(self._members(Status.SWAPPED), key=rank):
-            num_decoding = self._table.count(Status.DECODING)
+        for seq in sorted(self._members(SequenceStatus.SWAPPED), key=rank):
+            num_decoding = self._table.count(SequenceStatus.DECODING)
             keep_free = self._watermark_blocks + num_decoding + 1 if num_decoding else 0
             if not self._swapping.swap_in(seq, batch, keep_free):
                 break
 
-    def _give_back(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
+    def _preempt(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
         self.num_preemptions += 1
         self._table.end(seq)
-        events.append(GivenBack(seq.seq_id))
+        events.append(Preempted(seq.seq_id))
 
-    def _members(self, status: Status) -> list[Sequence]:
+    def _members(self, status: SequenceStatus) -> list[Sequence]:
         return list(self._table.members(status).values())

@@ -15,9 +15,9 @@ from kvferry.common.scheduling.events import (
     Sampled,
     SchedulerEvent,
 )
-from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceStatus
 from kvferry.common.scheduling.sequence_table import SequenceTable
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 from kvferry.common.scheduling.swapping import Swapping
 
 
@@ -30,7 +30,7 @@ class Results:
         self._table = table
         self._swapping = swapping
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[SchedulerEvent]:
+    def apply(self, plan: StepBatch, result: StepResult) -> list[SchedulerEvent]:
         """The result of a step that has just left the flight."""
         self._swapping.apply(plan)
         events: list[SchedulerEvent] = []
@@ -62,7 +62,7 @@ class Results:
         self._pool.distrust(seq.seq_id)
         if not seq.steps_in_flight:
             seq.num_scheduled_tokens = seq.num_computed_tokens
-        if seq.status is Status.ENDED:
+        if seq.status is SequenceStatus.ENDED:
             self._table.settle(seq)
             return
         self._table.end(seq)
@@ -74,7 +74,7 @@ class Results:
         seq.num_computed_tokens = end
         if seq.trusted and end // self._pool.block_size > start // self._pool.block_size:
             self._pool.publish(seq.seq_id, seq.token_ids, end)
-        if seq.status is Status.ENDED:
+        if seq.status is SequenceStatus.ENDED:
             if not seq.steps_in_flight:
                 seq.num_scheduled_tokens = end
             self._table.settle(seq)
@@ -83,7 +83,7 @@ class Results:
         if token is not None:
             seq.token_ids.append(token)
             reason = seq.finish_reason(self._config.eos_token_ids)
-        in_prompt = seq.status is not Status.DECODING
+        in_prompt = seq.status is not SequenceStatus.DECODING
         if in_prompt and reason is None:
             events.append(ChunkComputed(seq.seq_id, start, end))
         if token is not None and self._tell_token(seq, reason, events) and in_prompt:
@@ -92,10 +92,10 @@ class Results:
     def _leave_prompt(self, seq: Sequence, events: list[SchedulerEvent]) -> None:
         """Its known ids are computed, and the next one is drawn."""
         if seq.spec.mode == "prefill":
-            self._table.move(seq, Status.PREFILLED)
+            self._table.move(seq, SequenceStatus.PREFILLED)
             events.append(prefilled(seq))
         else:
-            self._table.move(seq, Status.DECODING)
+            self._table.move(seq, SequenceStatus.DECODING)
 
 
 def prefilled(seq: Sequence) -> SchedulerEvent:
@@ -103,7 +103,7 @@ def prefilled(seq: Sequence) -> SchedulerEvent:
     return Prefilled(seq.seq_id, seq.num_computed_tokens, seq.token_ids[-1], seq.num_outputs - 1)
 
 
-def check_result(plan: StepPlan, result: StepResult) -> None:
+def check_result(plan: StepBatch, result: StepResult) -> None:
     """InvariantError when a token is missing, or the result names a sequence that the plan does not."""
     failed, sampled = result.failed.keys(), result.sampled.keys()
     drawn = {part.seq_id for part in plan.scheduled if part.sample}

@@ -1,13 +1,13 @@
-"""Continuous batching for both legs: pure and deterministic. No IO, no clock (`now` is handed in), no tensors.
+"""Continuous batching for both roles: pure and deterministic. No IO, no clock (`now` is handed in), no tensors.
 
 The life of a sequence here:
- 1. `add` puts it into the waiting queue (or `reserve` takes its blocks at once: the decode leg, steps 5 to 7).
+ 1. `add` puts it into the waiting queue (or `reserve` takes its blocks at once: the decode role, steps 5 to 7).
  2. `schedule` starts it when blocks for all its tokens are there (`Started`) and gives it chunks.
  3. `apply` takes a step's result in: `ChunkComputed`, then `Sampled`.
  4. Mode `prefill`: it stops as PREFILLED (`Prefilled`) until `release`. Mode `decode`: it goes on to 7.
  5. `reserve`: blocks for KV that another node sends; leading ones may come from the prefix cache.
  6. `commit`: owned for good; `activate`: all KV is there, it goes on from the handed token.
- 7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `GivenBack`, or `abort`. The next step may be
+ 7. It decodes, one token a step (`Sampled`), until `Finished`, `Failed`, `Preempted`, or `abort`. The next step may be
     planned before its token is known. When blocks run out it may be swapped to the host and back; nothing is told of
     that.
 
@@ -27,30 +27,30 @@ from kvferry.common.base.errors import (
 )
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
-from kvferry.common.protocol.messages import Load
-from kvferry.common.scheduling.admission import AWAY, Admission
+from kvferry.common.protocol.messages import NodeLoad
+from kvferry.common.scheduling.admission import SWAPPED_OUT, Admission
 from kvferry.common.scheduling.events import SchedulerEvent
-from kvferry.common.scheduling.preemption_policy import Room
+from kvferry.common.scheduling.preemption_policy import PreemptionPolicy
 from kvferry.common.scheduling.results import Results, check_result
-from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, SequenceStatus
 from kvferry.common.scheduling.sequence_table import SequenceTable
-from kvferry.common.scheduling.step import StepPlan, StepResult
-from kvferry.common.scheduling.step_builder import Batch
+from kvferry.common.scheduling.step import StepBatch, StepResult
+from kvferry.common.scheduling.step_builder import StepBuilder
 from kvferry.common.scheduling.step_planner import (
     MayStart,
-    Planner,
+    StepPlanner,
 )
 from kvferry.common.scheduling.swapping import Swapping
-from kvferry.common.scheduling.waiting_queue import Pace, WaitingQueue
+from kvferry.common.scheduling.waiting_queue import PrefillRate, WaitingQueue
 
 
 class Scheduled(NamedTuple):
     """What `schedule` answers."""
 
-    plan: StepPlan | None
+    plan: StepBatch | None
     """None: nothing to run now."""
     events: list[SchedulerEvent]
-    """Started, Prefilled (nothing was left to compute), GivenBack."""
+    """Started, Prefilled (nothing was left to compute), Preempted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class Scheduler:
         self._queue = WaitingQueue(config.aging_s)
         self._admission = Admission(config, pool, self._table)
         self._swapping = Swapping(pool, self._host, self._table)
-        self._room = Room(config, pool, self._table, self._swapping)
-        self._planner = Planner(config, self._table, self._queue, self._admission, self._room)
+        self._preemption = PreemptionPolicy(config, pool, self._table, self._swapping)
+        self._planner = StepPlanner(config, self._table, self._queue, self._admission, self._preemption)
         self._results = Results(config, pool, self._table, self._swapping)
-        self._pace = Pace()
-        self._in_flight: deque[StepPlan] = deque()
+        self._pace = PrefillRate()
+        self._in_flight: deque[StepBatch] = deque()
         self._num_steps = 0
         self._events: list[SchedulerEvent] = []
         """To be told by the next `schedule`."""
@@ -96,7 +96,7 @@ class Scheduler:
         self._admission.check(spec)
         return self._enqueue(self._create_waiting(spec))
 
-    def take_over(self, old_seq_id: int, spec: SequenceSpec, now: float) -> int:
+    def inherit_blocks(self, old_seq_id: int, spec: SequenceSpec, now: float) -> int:
         """Like `add`, with the blocks of an earlier attempt, which ends by it.
 
         Starts past the queue if these suffice with what is free (its `Started` comes with the next `schedule`), else
@@ -104,7 +104,7 @@ class Scheduler:
         """
         self._admission.check(spec)
         old = self._table.get(old_seq_id)
-        if old.status is Status.ENDED:
+        if old.status is SequenceStatus.ENDED:
             raise InvariantError(f"sequence {old_seq_id} has ended: its blocks cannot be taken over")
         seq = self._create_waiting(spec)
         num_cached = self._admission.inherit(old, seq)
@@ -128,13 +128,13 @@ class Scheduler:
         table = self._admission.reserve(spec, self._table.next_id)
         if table is None:
             return None
-        seq = self._table.create(spec, Status.RESERVED)
+        seq = self._table.create(spec, SequenceStatus.RESERVED)
         seq.set_computed(table.num_cached_tokens)
         return Reservation(seq.seq_id, table.num_cached_tokens, table.block_ids)
 
     def commit(self, seq_id: int) -> None:
         """RESERVED -> COMMITTED: no longer counted among the uncommitted reservations."""
-        self._table.move(self._table.get(seq_id, Status.RESERVED), Status.COMMITTED)
+        self._table.move(self._table.get(seq_id, SequenceStatus.RESERVED), SequenceStatus.COMMITTED)
 
     def activate(self, seq_id: int, next_token: int, num_tokens: int, now: float) -> list[SchedulerEvent]:
         """RESERVED or COMMITTED -> DECODING: positions 0 .. num_tokens - 1 have KV, next_token is at num_tokens.
@@ -143,14 +143,14 @@ class Scheduler:
         token), and next_token is of the vocabulary; ProtocolError otherwise, and nothing is changed. Answers Sampled
         for next_token (the stream starts with it), and Finished when that token ends it.
         """
-        seq = self._table.get(seq_id, Status.RESERVED, Status.COMMITTED)
+        seq = self._table.get(seq_id, SequenceStatus.RESERVED, SequenceStatus.COMMITTED)
         known = seq.spec.num_known
         if next_token >= self._config.vocab_size:
             raise ProtocolError(f"id {next_token} is outside the vocabulary [0, {self._config.vocab_size})")
-        goes_on_from_last = seq.spec.is_replan and num_tokens == known - 1 and next_token == seq.token_ids[-1]
+        goes_on_from_last = seq.spec.is_retry and num_tokens == known - 1 and next_token == seq.token_ids[-1]
         if num_tokens != known and not goes_on_from_last:
             raise ProtocolError(f"handed over {num_tokens} tokens and id {next_token}, but {known} ids are known")
-        self._table.move(seq, Status.DECODING)
+        self._table.move(seq, SequenceStatus.DECODING)
         seq.set_computed(num_tokens)
         self._pool.publish(seq_id, seq.token_ids, num_tokens)
         if num_tokens == known:
@@ -163,13 +163,13 @@ class Scheduler:
 
     def release(self, seq_id: int) -> None:
         """End a PREFILLED, RESERVED or COMMITTED sequence; what is computed stays as prefix cache."""
-        self._table.get(seq_id, Status.PREFILLED, Status.RESERVED, Status.COMMITTED)
+        self._table.get(seq_id, SequenceStatus.PREFILLED, SequenceStatus.RESERVED, SequenceStatus.COMMITTED)
         self.abort(seq_id)
 
     def abort(self, seq_id: int) -> None:
         """End a sequence in whatever status; a token still being drawn for it is dropped. No event follows."""
         seq = self._table.get(seq_id)
-        if seq.status is Status.WAITING and seq_id in self._queue:
+        if seq.status is SequenceStatus.WAITING and seq_id in self._queue:
             self._queue.remove(seq_id)
         self._table.end(seq)
         self._events = [event for event in self._events if event.seq_id != seq_id]
@@ -177,11 +177,11 @@ class Scheduler:
     def pause(self, seq_id: int) -> None:
         """COMPUTING -> PAUSED: no further chunk until `resume`; blocks are kept. A chunk in flight still counts: if
         it was the last one, the sequence goes on to PREFILLED or DECODING as if there had been no pause."""
-        self._table.move(self._table.get(seq_id, Status.COMPUTING), Status.PAUSED)
+        self._table.move(self._table.get(seq_id, SequenceStatus.COMPUTING), SequenceStatus.PAUSED)
 
     def resume(self, seq_id: int) -> None:
         """PAUSED -> COMPUTING."""
-        self._table.move(self._table.get(seq_id, Status.PAUSED), Status.COMPUTING)
+        self._table.move(self._table.get(seq_id, SequenceStatus.PAUSED), SequenceStatus.COMPUTING)
 
     def pin(self, seq_id: int) -> None:
         """Somebody besides the engine (a transport) touches the blocks: they are not freed before `unpin`. Counted."""
@@ -202,9 +202,9 @@ class Scheduler:
         events, self._events = self._events, []
         if not len(self._table) or len(self._in_flight) >= self._config.max_steps_in_flight:
             return Scheduled(None, events)
-        if self._in_flight and not self._room.make_ahead():
+        if self._in_flight and not self._preemption.make_ahead():
             return Scheduled(None, events)
-        batch = Batch(self._config.max_step_tokens)
+        batch = StepBuilder(self._config.max_step_tokens)
         self._planner.fill(batch, now, may_start or _always, events)
         return Scheduled(self._seal(batch), events)
 
@@ -219,7 +219,7 @@ class Scheduler:
 
     # --- numbers ---
 
-    def status(self, seq_id: int) -> Status | None:
+    def status(self, seq_id: int) -> SequenceStatus | None:
         """None: not known (any more)."""
         seq = self._table.find(seq_id)
         return None if seq is None else seq.status
@@ -249,26 +249,36 @@ class Scheduler:
         What is swapped out, or has no place for its next token while no block is free, waits for blocks, not for the
         engine.
         """
-        if self._in_flight or self._table.members(Status.COMPUTING):
+        if self._in_flight or self._table.members(SequenceStatus.COMPUTING):
             return True
-        return any(self._room.can_run(seq) for seq in self._table.members(Status.DECODING).values())
+        return any(self._preemption.can_run(seq) for seq in self._table.members(SequenceStatus.DECODING).values())
 
     @property
     def is_starved(self) -> bool:
         """Whether something decodes or is swapped out, and nothing can run: reservations or others that wait have the
         blocks."""
-        return not self.work_waiting and self._table.count(Status.DECODING, Status.SWAPPED) > 0
+        return not self.work_waiting and self._table.count(SequenceStatus.DECODING, SequenceStatus.SWAPPED) > 0
 
     @property
     def has_events(self) -> bool:
         """Whether `schedule` has events to tell even if it plans nothing."""
         return bool(self._events)
 
-    def load(self) -> Load:
+    def load(self) -> NodeLoad:
         """Numbers for Status."""
-        under_way = [*self._table.members(Status.COMPUTING).values(), *self._table.members(Status.PAUSED).values()]
-        running = (Status.COMPUTING, Status.PAUSED, Status.PREFILLED, Status.COMMITTED, Status.DECODING, *AWAY)
-        return Load(
+        under_way = [
+            *self._table.members(SequenceStatus.COMPUTING).values(),
+            *self._table.members(SequenceStatus.PAUSED).values(),
+        ]
+        running = (
+            SequenceStatus.COMPUTING,
+            SequenceStatus.PAUSED,
+            SequenceStatus.PREFILLED,
+            SequenceStatus.COMMITTED,
+            SequenceStatus.DECODING,
+            *SWAPPED_OUT,
+        )
+        return NodeLoad(
             waiting_requests=len(self._queue),
             waiting_tokens=self._queue.total_tokens
             + sum(len(seq.token_ids) - seq.num_computed_tokens for seq in under_way),
@@ -279,7 +289,7 @@ class Scheduler:
             block_size=self._pool.block_size,
             prefix_hit_tokens=self._pool.prefix_hit_tokens,
             prompt_tokens=self._pool.prompt_tokens,
-            preemptions=self._room.num_preemptions,
+            preemptions=self._preemption.num_preemptions,
             swaps=self._swapping.num_swaps,
         )
 
@@ -295,15 +305,15 @@ class Scheduler:
     # --- inside ---
 
     def _create_waiting(self, spec: SequenceSpec) -> Sequence:
-        seq = self._table.create(spec, Status.WAITING)
-        seq.turn_at = self._pace.turn_at(spec.accepted_at, spec.num_known)
+        seq = self._table.create(spec, SequenceStatus.WAITING)
+        seq.virtual_finish_time = self._pace.virtual_finish_time(spec.accepted_at, spec.num_known)
         return seq
 
     def _enqueue(self, seq: Sequence) -> int:
-        self._queue.push(seq.seq_id, seq.spec.priority, seq.turn_at, seq.spec.num_known)
+        self._queue.push(seq.seq_id, seq.spec.priority, seq.virtual_finish_time, seq.spec.num_known)
         return seq.seq_id
 
-    def _seal(self, batch: Batch) -> StepPlan | None:
+    def _seal(self, batch: StepBuilder) -> StepBatch | None:
         if batch.is_empty:
             return None
         self._num_steps += 1
@@ -317,7 +327,7 @@ class Scheduler:
         self._queue.check_invariants()
         self._swapping.check_invariants(list(self._in_flight))
         self._table.check_invariants(Counter(seq_id for plan in self._in_flight for seq_id in plan.touched))
-        waiting = self._table.members(Status.WAITING)
+        waiting = self._table.members(SequenceStatus.WAITING)
         if len(waiting) != len(self._queue) or any(seq_id not in self._queue for seq_id in waiting):
             raise InvariantError("scheduler: the queue and the waiting sequences differ")
         if self._admission.num_running > self._config.max_running:
@@ -333,7 +343,7 @@ class Scheduler:
         draws = Counter(part.seq_id for plan in self._in_flight for part in plan.scheduled if part.sample)
         if draws != Counter(self._table.num_undrawn):
             raise InvariantError("scheduler: counts of tokens being drawn are wrong")
-        if len(self._in_flight) > 1 and self._table.count(Status.SWAPPING):
+        if len(self._in_flight) > 1 and self._table.count(SequenceStatus.SWAPPING):
             raise InvariantError("scheduler: a step that copies sequences away is not alone in flight")
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Literal
 
 from kvferry.common.base.errors import ConfigError, InvariantError
-from kvferry.common.kv.block_pool import Tries
+from kvferry.common.kv.block_pool import AllocationMemo
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.events import FinishReason
 
@@ -63,7 +63,7 @@ Mode = Literal["prefill", "decode"]
 """prefill: compute all known ids, draw one token, stop and hold the blocks. decode: go on to the end."""
 
 
-class Status(Enum):
+class SequenceStatus(Enum):
     """Where a sequence stands. All but WAITING and SWAPPED hold blocks; ENDED ones only until nobody touches these
     any more."""
 
@@ -76,9 +76,9 @@ class Status(Enum):
     PREFILLED = "prefilled"
     """Computed, with a token to go on from; holds its blocks until told what next."""
     RESERVED = "reserved"
-    """Decode leg: blocks are kept for KV that another node sends."""
+    """Decode role: blocks are kept for KV that another node sends."""
     COMMITTED = "committed"
-    """Decode leg: owned for good; KV may still be on its way."""
+    """Decode role: owned for good; KV may still be on its way."""
     DECODING = "decoding"
     """Gets one token a step."""
     SWAPPING = "swapping"
@@ -89,17 +89,21 @@ class Status(Enum):
     """Finished, failed, aborted, released or given back; waits for the step in flight or for an unpin."""
 
 
-TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.WAITING: frozenset({Status.COMPUTING, Status.PREFILLED, Status.ENDED}),
-    Status.COMPUTING: frozenset({Status.PAUSED, Status.PREFILLED, Status.DECODING, Status.ENDED}),
-    Status.PAUSED: frozenset({Status.COMPUTING, Status.PREFILLED, Status.DECODING, Status.ENDED}),
-    Status.PREFILLED: frozenset({Status.ENDED}),
-    Status.RESERVED: frozenset({Status.COMMITTED, Status.DECODING, Status.ENDED}),
-    Status.COMMITTED: frozenset({Status.DECODING, Status.ENDED}),
-    Status.DECODING: frozenset({Status.SWAPPING, Status.ENDED}),
-    Status.SWAPPING: frozenset({Status.SWAPPED, Status.ENDED}),
-    Status.SWAPPED: frozenset({Status.DECODING, Status.ENDED}),
-    Status.ENDED: frozenset(),
+TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.COMPUTING, SequenceStatus.PREFILLED, SequenceStatus.ENDED}),
+    SequenceStatus.COMPUTING: frozenset(
+        {SequenceStatus.PAUSED, SequenceStatus.PREFILLED, SequenceStatus.DECODING, SequenceStatus.ENDED}
+    ),
+    SequenceStatus.PAUSED: frozenset(
+        {SequenceStatus.COMPUTING, SequenceStatus.PREFILLED, SequenceStatus.DECODING, SequenceStatus.ENDED}
+    ),
+    SequenceStatus.PREFILLED: frozenset({SequenceStatus.ENDED}),
+    SequenceStatus.RESERVED: frozenset({SequenceStatus.COMMITTED, SequenceStatus.DECODING, SequenceStatus.ENDED}),
+    SequenceStatus.COMMITTED: frozenset({SequenceStatus.DECODING, SequenceStatus.ENDED}),
+    SequenceStatus.DECODING: frozenset({SequenceStatus.SWAPPING, SequenceStatus.ENDED}),
+    SequenceStatus.SWAPPING: frozenset({SequenceStatus.SWAPPED, SequenceStatus.ENDED}),
+    SequenceStatus.SWAPPED: frozenset({SequenceStatus.DECODING, SequenceStatus.ENDED}),
+    SequenceStatus.ENDED: frozenset(),
 }
 """PAUSED -> PREFILLED or DECODING: the last chunk was in flight when the pause came."""
 
@@ -120,7 +124,7 @@ class SequenceSpec:
     mode: Mode = "decode"
     times_preempted: int = 0
     """How often decode gave this request back before. At max_preempt its blocks are reserved to the end."""
-    tries: Tries = field(default_factory=Tries, init=False, compare=False, repr=False)
+    tries: AllocationMemo = field(default_factory=AllocationMemo, init=False, compare=False, repr=False)
     """To get blocks for token_ids: who waits is tried again with every event, and its ids may be many."""
 
     @property
@@ -129,7 +133,7 @@ class SequenceSpec:
         return len(self.token_ids)
 
     @property
-    def is_replan(self) -> bool:
+    def is_retry(self) -> bool:
         """Whether the last known id is an output token, so that one may go on from it without drawing."""
         return len(self.token_ids) > self.num_prompt_tokens
 
@@ -152,10 +156,10 @@ class Sequence:
 
     seq_id: int
     spec: SequenceSpec
-    status: Status
+    status: SequenceStatus
     token_ids: "array[int]"
     """Prompt and output, typecode 'I'; its own copy, grows with every token drawn."""
-    turn_at: float = 0.0
+    virtual_finish_time: float = 0.0
     """What its turn among waiting and computing ones goes by, within its class: see `pace`."""
     num_computed_tokens: int = 0
     """Positions below it have KV."""
@@ -173,7 +177,7 @@ class Sequence:
     """Whether the model runner was told about it."""
     trusted: bool = True
     """False: a step of it failed, and what it computes is not published any more."""
-    history: list[Status] = field(default_factory=list)
+    history: list[SequenceStatus] = field(default_factory=list)
 
     @property
     def num_outputs(self) -> int:
@@ -191,7 +195,7 @@ class Sequence:
         what it is, not by the number of tokens."""
         return self.num_undrawn == 1 and self.num_outputs + 1 < self.spec.sampling.max_new_tokens
 
-    def move(self, to: Status) -> None:
+    def move(self, to: SequenceStatus) -> None:
         """Change the status; InvariantError with the story when the table has no such row."""
         if to not in TRANSITIONS[self.status]:
             story = " -> ".join(status.value for status in (*self.history, self.status))

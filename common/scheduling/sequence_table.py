@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
-from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import Sequence, SequenceSpec, SequenceStatus
 
 
 class SequenceTable:
@@ -20,14 +20,14 @@ class SequenceTable:
         self._pool = pool
         self._host = host
         self._sequences: dict[int, Sequence] = {}
-        self._by_status: dict[Status, dict[int, Sequence]] = {status: {} for status in Status}
+        self._by_status: dict[SequenceStatus, dict[int, Sequence]] = {status: {} for status in SequenceStatus}
         self._last_id = 0
         self._to_announce_finished: list[int] = []
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def create(self, spec: SequenceSpec, status: Status) -> Sequence:
+    def create(self, spec: SequenceSpec, status: SequenceStatus) -> Sequence:
         """A new sequence with an id never used before. Its blocks are the caller's business."""
         self._last_id += 1
         seq = Sequence(self._last_id, spec, status, array("I", spec.token_ids))
@@ -42,13 +42,13 @@ class SequenceTable:
     @property
     def live_ids(self) -> tuple[int, ...]:
         """All that have not ended."""
-        return tuple(seq_id for seq_id, seq in self._sequences.items() if seq.status is not Status.ENDED)
+        return tuple(seq_id for seq_id, seq in self._sequences.items() if seq.status is not SequenceStatus.ENDED)
 
     def find(self, seq_id: int) -> Sequence | None:
         """None: not known (any more)."""
         return self._sequences.get(seq_id)
 
-    def get(self, seq_id: int, *statuses: Status) -> Sequence:
+    def get(self, seq_id: int, *statuses: SequenceStatus) -> Sequence:
         """The sequence; InvariantError when it is unknown or in none of the statuses (any if none is given)."""
         seq = self._sequences.get(seq_id)
         if seq is None:
@@ -58,15 +58,15 @@ class SequenceTable:
             raise InvariantError(f"sequence {seq_id} is {seq.status.value}, not {wanted}")
         return seq
 
-    def members(self, status: Status) -> dict[int, Sequence]:
+    def members(self, status: SequenceStatus) -> dict[int, Sequence]:
         """All in a status, in the order in which they came to it. Not to be changed by the caller."""
         return self._by_status[status]
 
-    def count(self, *statuses: Status) -> int:
+    def count(self, *statuses: SequenceStatus) -> int:
         """How many are in one of the statuses."""
         return sum(len(self._by_status[status]) for status in statuses)
 
-    def move(self, seq: Sequence, to: Status) -> None:
+    def move(self, seq: Sequence, to: SequenceStatus) -> None:
         """Change its status, by the table of transitions."""
         old = seq.status
         seq.move(to)
@@ -75,26 +75,31 @@ class SequenceTable:
 
     def end(self, seq: Sequence) -> None:
         """It is over: forgotten now, or when the last one lets go of its blocks."""
-        self.move(seq, Status.ENDED)
+        self.move(seq, SequenceStatus.ENDED)
         self.settle(seq)
 
     def settle(self, seq: Sequence) -> None:
         """Free and forget an ended sequence if nobody touches its blocks any more."""
-        if seq.status is not Status.ENDED or seq.steps_in_flight or seq.pins:
+        if seq.status is not SequenceStatus.ENDED or seq.steps_in_flight or seq.pins:
             return
         if self._pool.holds(seq.seq_id):
             self._pool.release(seq.seq_id)
         if self._host.holds(seq.seq_id):
             self._host.release(seq.seq_id)
         del self._sequences[seq.seq_id]
-        del self._by_status[Status.ENDED][seq.seq_id]
+        del self._by_status[SequenceStatus.ENDED][seq.seq_id]
         if seq.announced:
             self._to_announce_finished.append(seq.seq_id)
 
     def pin(self, seq_id: int) -> None:
         """Somebody besides the engine touches its blocks."""
         seq = self.get(seq_id)
-        if seq.status in (Status.WAITING, Status.SWAPPING, Status.SWAPPED, Status.ENDED):
+        if seq.status in (
+            SequenceStatus.WAITING,
+            SequenceStatus.SWAPPING,
+            SequenceStatus.SWAPPED,
+            SequenceStatus.ENDED,
+        ):
             raise InvariantError(f"sequence {seq_id} is {seq.status.value}: no blocks to pin")
         seq.pins += 1
 
@@ -123,7 +128,7 @@ class SequenceTable:
             raise InvariantError("sequences: lists by status and statuses disagree")
         if {seq.seq_id: seq.steps_in_flight for seq in self._sequences.values() if seq.steps_in_flight} != in_flight:
             raise InvariantError("sequences: counts of steps in flight are wrong")
-        without = (Status.WAITING, Status.SWAPPED)
+        without = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
         with_blocks = {seq.seq_id for seq in self._sequences.values() if seq.status not in without}
         if with_blocks != self._pool.holders:
             raise InvariantError("sequences: those with blocks are not the pool's holders")
@@ -133,11 +138,14 @@ class SequenceTable:
     def _check_blocks(self, seq: Sequence) -> None:
         if not 0 <= seq.num_computed_tokens <= seq.num_scheduled_tokens <= len(seq.token_ids) + _num_ahead(seq):
             raise InvariantError(f"sequence {seq.seq_id}: computed, scheduled, known are out of order")
-        if seq.status is not Status.ENDED and seq.num_outputs + seq.num_undrawn > seq.spec.sampling.max_new_tokens:
+        if (
+            seq.status is not SequenceStatus.ENDED
+            and seq.num_outputs + seq.num_undrawn > seq.spec.sampling.max_new_tokens
+        ):
             raise InvariantError(f"sequence {seq.seq_id}: more tokens are being drawn than it may have")
         if seq.num_scheduled_tokens > seq.num_computed_tokens and not seq.steps_in_flight:
             raise InvariantError(f"sequence {seq.seq_id}: tokens are scheduled in no step")
-        if seq.status is Status.ENDED and not (seq.steps_in_flight or seq.pins):
+        if seq.status is SequenceStatus.ENDED and not (seq.steps_in_flight or seq.pins):
             raise InvariantError(f"sequence {seq.seq_id} has ended, nobody touches it, and it is still here")
         capacity = len(self._pool.table(seq.seq_id)) * self._pool.block_size
         if capacity < seq.num_scheduled_tokens:
@@ -149,6 +157,6 @@ class SequenceTable:
 def _num_ahead(seq: Sequence) -> int:
     """Positions that may be scheduled although no id is known there: that of the first of two tokens being drawn. What
     comes for an ended sequence is not kept, so that the second one alone may stand for it."""
-    if seq.status is Status.ENDED:
+    if seq.status is SequenceStatus.ENDED:
         return min(1, seq.num_undrawn)
     return 1 if seq.num_undrawn == 2 else 0

@@ -56,7 +56,7 @@ class BlockCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepBatch:
     """What the runner does in one call of the model.
 
     The copies come first, in any order among themselves: no block, of the device or the host, is in two of them.

@@ -1,13 +1,13 @@
-"""Builds one StepPlan: who gets how many tokens of the budget. Plain arithmetic, no choice of who."""
+"""Builds one StepBatch: who gets how many tokens of the budget. Plain arithmetic, no choice of who."""
 
 from array import array
 
 from kvferry.common.kv.block_pool import BlockPool
-from kvferry.common.scheduling.sequence import Sequence, Status
-from kvferry.common.scheduling.step import BlockCopies, NewSequence, ScheduledSequence, StepPlan
+from kvferry.common.scheduling.sequence import Sequence, SequenceStatus
+from kvferry.common.scheduling.step import BlockCopies, NewSequence, ScheduledSequence, StepBatch
 
 
-class Batch:
+class StepBuilder:
     """A step in the making. Give tokens with `give`, add copies, then `seal` once."""
 
     def __init__(self, budget_tokens: int) -> None:
@@ -38,12 +38,12 @@ class Batch:
         """Whether nobody got a token, and nothing is copied."""
         return not (self._shares or self.swap_out or self.swap_in)
 
-    def seal(self, step_id: int, pool: BlockPool, finished: tuple[int, ...]) -> StepPlan:
+    def seal(self, step_id: int, pool: BlockPool, finished: tuple[int, ...]) -> StepBatch:
         """The plan. The sequences count as scheduled, and as announced, from here on."""
         new = tuple(_announce(seq) for seq in self._sequences.values() if not seq.announced)
         report_layers = any(_is_ferried(seq) for seq in self._sequences.values())
         scheduled = tuple(_schedule(seq, self._shares[seq_id], pool) for seq_id, seq in self._sequences.items())
-        return StepPlan(step_id, scheduled, new, finished, report_layers, tuple(self.swap_out), tuple(self.swap_in))
+        return StepBatch(step_id, scheduled, new, finished, report_layers, tuple(self.swap_out), tuple(self.swap_in))
 
 
 def _announce(seq: Sequence) -> NewSequence:
@@ -54,7 +54,7 @@ def _announce(seq: Sequence) -> NewSequence:
 def _is_ferried(seq: Sequence) -> bool:
     """Whether KV of this step may be on its way to another node: not when one more token ends the request."""
     more_than_one = seq.spec.sampling.max_new_tokens - seq.num_outputs > 1
-    return seq.spec.mode == "prefill" and seq.status is not Status.DECODING and more_than_one
+    return seq.spec.mode == "prefill" and seq.status is not SequenceStatus.DECODING and more_than_one
 
 
 def _schedule(seq: Sequence, count: int, pool: BlockPool) -> ScheduledSequence:

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from kvferry.common.scheduling.admission import Admission
 from kvferry.common.scheduling.events import SchedulerEvent, Started
-from kvferry.common.scheduling.preemption_policy import Room
+from kvferry.common.scheduling.preemption_policy import PreemptionPolicy
 from kvferry.common.scheduling.results import prefilled
-from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceSpec, SequenceStatus
 from kvferry.common.scheduling.sequence_table import SequenceTable
-from kvferry.common.scheduling.step_builder import Batch
+from kvferry.common.scheduling.step_builder import StepBuilder
 from kvferry.common.scheduling.waiting_queue import (
     WaitingQueue,
     effective_class,
@@ -17,23 +17,28 @@ from kvferry.common.scheduling.waiting_queue import (
 MayStart = Callable[[SequenceSpec], bool]
 
 
-class Planner:
+class StepPlanner:
     """Decoding sequences first, then prompts; deterministic. Writes what happened into the list of events given."""
 
     def __init__(
-        self, config: SchedulerConfig, table: SequenceTable, queue: WaitingQueue, admission: Admission, room: Room
+        self,
+        config: SchedulerConfig,
+        table: SequenceTable,
+        queue: WaitingQueue,
+        admission: Admission,
+        room: PreemptionPolicy,
     ) -> None:
         self._config = config
         self._table = table
         self._queue = queue
         self._admission = admission
-        self._room = room
+        self._preemption = room
 
-    def fill(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
+    def fill(self, batch: StepBuilder, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
         """Share the batch's budget out."""
-        self._room.make(batch, now, events)
-        for seq in self._table.members(Status.DECODING).values():
-            if not self._room.has_room(seq):
+        self._preemption.make(batch, now, events)
+        for seq in self._table.members(SequenceStatus.DECODING).values():
+            if not self._preemption.has_room(seq):
                 continue
             if seq.may_go_ahead:
                 batch.give_ahead(seq)
@@ -46,24 +51,26 @@ class Planner:
         seq.set_computed(num_cached)
         events.append(Started(seq.seq_id, num_cached))
         spec = seq.spec
-        goes_on = spec.is_replan and spec.sampling.max_new_tokens - seq.num_outputs > 1  # else the draw happens here
+        goes_on = spec.is_retry and spec.sampling.max_new_tokens - seq.num_outputs > 1  # else the draw happens here
         if spec.mode == "prefill" and goes_on and num_cached == spec.num_known - 1:
-            self._table.move(seq, Status.PREFILLED)
+            self._table.move(seq, SequenceStatus.PREFILLED)
             events.append(prefilled(seq))
         else:
-            self._table.move(seq, Status.COMPUTING)
+            self._table.move(seq, SequenceStatus.COMPUTING)
 
-    def _give_to_prompts(self, batch: Batch, now: float, may_start: MayStart, events: list[SchedulerEvent]) -> None:
+    def _give_to_prompts(
+        self, batch: StepBuilder, now: float, may_start: MayStart, events: list[SchedulerEvent]
+    ) -> None:
         """The rest of the budget: prompts by class, then turn, whether under way or waiting. The head of the queue that
         cannot start stops the queue: what is behind it must not take its blocks."""
-        running = sorted(self._table.members(Status.COMPUTING).values(), key=lambda seq: self._turn(seq, now))
+        running = sorted(self._table.members(SequenceStatus.COMPUTING).values(), key=lambda seq: self._turn(seq, now))
         chunk = self._config.max_chunk_tokens or self._config.max_step_tokens
         turn = 0
         head = self._head(now)
         while batch.budget_tokens > 0:
             if head is not None and (turn == len(running) or self._turn(head, now) < self._turn(running[turn], now)):
                 started = self._try_start(head, may_start, events)
-                if head.status is Status.COMPUTING:
+                if head.status is SequenceStatus.COMPUTING:
                     running.insert(turn, head)
                 head = self._head(now) if started else None
             elif turn < len(running):
@@ -79,7 +86,11 @@ class Planner:
         return None if seq_id is None else self._table.get(seq_id)
 
     def _turn(self, seq: Sequence, now: float) -> tuple[int, float, int]:
-        return effective_class(seq.spec.priority, seq.turn_at, now, self._config.aging_s), seq.turn_at, seq.seq_id
+        return (
+            effective_class(seq.spec.priority, seq.virtual_finish_time, now, self._config.aging_s),
+            seq.virtual_finish_time,
+            seq.seq_id,
+        )
 
     def _try_start(self, seq: Sequence, may_start: MayStart, events: list[SchedulerEvent]) -> bool:
         if not may_start(seq.spec):

@@ -6,16 +6,16 @@ Whoever computes keeps one: `fill` before each step, `note` after it. Steps come
 from array import array
 from dataclasses import replace
 
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 
 
-class Drawn:
+class TokensInFlight:
     """Of all sequences that the plans have not named as finished."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
 
-    def fill(self, plan: StepPlan) -> StepPlan:
+    def fill(self, plan: StepBatch) -> StepBatch:
         """The plan with true ids. For a sequence of which nothing could be drawn it is any id: what the step brings
         for that one is dropped."""
         for seq_id in plan.finished:

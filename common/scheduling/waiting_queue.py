@@ -14,14 +14,14 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 
 PRIORITIES = range(1, 6)
 COMPACT_AT = 64
 
 
 class _Entry(NamedTuple):
-    turn_at: float
+    virtual_finish_time: float
     order: int
     """Number of the push: first come first served among equals, and tells a key's earlier life apart."""
     key: int
@@ -57,12 +57,12 @@ class WaitingQueue:
         """Sum over all entries."""
         return self._total_tokens
 
-    def push(self, key: int, priority: int, turn_at: float, num_tokens: int) -> None:
-        """Add an entry. turn_at and `now` elsewhere are seconds of the same clock."""
+    def push(self, key: int, priority: int, virtual_finish_time: float, num_tokens: int) -> None:
+        """Add an entry. virtual_finish_time and `now` elsewhere are seconds of the same clock."""
         if key in self._live or priority not in self._heaps:
             raise InvariantError(f"waiting queue: key {key} with priority {priority}: known already, or no priority")
         self._num_pushed += 1
-        entry = _Entry(turn_at, self._num_pushed, key)
+        entry = _Entry(virtual_finish_time, self._num_pushed, key)
         heappush(self._heaps[priority], entry)
         self._live[key] = (entry, priority, num_tokens)
         self._total_tokens += num_tokens
@@ -75,7 +75,7 @@ class WaitingQueue:
                 heappop(heap)
             if heap:
                 entry = heap[0]
-                rank = (effective_class(priority, entry.turn_at, now, self._aging_s), *entry)
+                rank = (effective_class(priority, entry.virtual_finish_time, now, self._aging_s), *entry)
                 best = rank if best is None or rank < best else best
         return None if best is None else best[-1]
 
@@ -120,7 +120,7 @@ _KEPT_SHARE = 0.9
 """Of what is known, with each step: the last ten count for most of it."""
 
 
-class Pace:
+class PrefillRate:
     """Seconds for a token of a prompt, an average that forgets.
 
     Before anything is known it is 0: first come, first served.
@@ -135,7 +135,7 @@ class Pace:
         """Of a step's time, what each of its tokens took."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
-    def seen(self, plan: StepPlan, duration_s: float) -> None:
+    def seen(self, plan: StepBatch, duration_s: float) -> None:
         """A step came back. One that mostly decodes says nothing of prompts, and a long one more than a short one."""
         sizes = [len(part.token_ids) for part in plan.scheduled]
         num_prompt_tokens = sum(size for size in sizes if size > 1)
@@ -143,6 +143,6 @@ class Pace:
             self._seconds = _KEPT_SHARE * self._seconds + duration_s
             self._tokens = _KEPT_SHARE * self._tokens + num_prompt_tokens
 
-    def turn_at(self, accepted_at: float, num_tokens: int) -> float:
+    def virtual_finish_time(self, accepted_at: float, num_tokens: int) -> float:
         """When a prompt of so many tokens would be computed if it were alone, on the clock of accepted_at."""
         return accepted_at + num_tokens * self.prompt_token_s

@@ -34,7 +34,7 @@ from kvferry.common.transport import (
 )
 from kvferry.common.transport.base_socket import OwnSocket
 from kvferry.common.transport.context import TransportContext
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.security_domain import Channel
@@ -137,16 +137,16 @@ class Announcer:
                     self._reconnect(publisher)
                     resolve_at = self._clock.now() + self._timers.resolve_s
                 nowait.send(publisher, self._frames)
-                self._stop.wait(self._timers.beat_s)
+                self._stop.wait(self._timers.heartbeat_s)
         finally:
             monitor.close()
             self._context.close_socket(publisher)
 
-    def _on_monitor(self, event: LinkEvent) -> None:
-        self.given_up += event is LinkEvent.GAVE_UP
-        if event is LinkEvent.CONNECTED:
+    def _on_monitor(self, event: ConnectionEvent) -> None:
+        self.given_up += event is ConnectionEvent.GAVE_UP
+        if event is ConnectionEvent.CONNECTED:
             self._failures = 0
-        elif event is not LinkEvent.DISCONNECTED:
+        elif event is not ConnectionEvent.DISCONNECTED:
             self._failures += 1
             if self._failures == FAILURES_TOLD:
                 _LOG.warning("a proxy of discovery.announce_to is there and no handshake succeeds: %s", self._reason())

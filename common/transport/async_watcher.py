@@ -8,7 +8,7 @@ from kvferry.common.protocol.wire import Frame
 from kvferry.common.transport.async_receiver import AsyncReceiver
 from kvferry.common.transport.client_links import Close
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.probe import (
     ProbeResult,
     probe_async,
@@ -16,7 +16,7 @@ from kvferry.common.transport.probe import (
 
 MAX_DRAINED = 5000
 """Messages of one socket that are taken in without giving others of the loop their turn."""
-_AnyReceiver = AsyncReceiver[list[Frame]] | AsyncReceiver[LinkEvent]
+_AnyReceiver = AsyncReceiver[list[Frame]] | AsyncReceiver[ConnectionEvent]
 
 
 class AsyncWatcher:
@@ -31,7 +31,7 @@ class AsyncWatcher:
         """Call back with each message."""
         return self._watch(AsyncReceiver(self._loop, link, on_message))
 
-    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[ConnectionEvent], None]) -> Close:
         """Call back with each connection event."""
         return self._watch(AsyncReceiver(self._loop, monitor, on_event))
 

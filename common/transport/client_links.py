@@ -28,7 +28,7 @@ from kvferry.common.protocol.messages import Envelope, Message
 from kvferry.common.protocol.wire import Frame, decode, encode
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor, connect_watched
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor, connect_watched
 from kvferry.common.transport.nonblocking import SendResult
 from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.probe import ProbeResult
@@ -48,7 +48,7 @@ class Watcher(Protocol):
         """Call back with each message of an open link, until the returned function is called."""
         ...
 
-    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[ConnectionEvent], None]) -> Close:
         """Call back with each connection event."""
         ...
 
@@ -203,16 +203,16 @@ class ClientLinks:
         if envelope.receiver in (self._own, ""):
             self._on_event(Received(envelope, endpoint))
 
-    def _on_monitor(self, endpoint: str, event: LinkEvent) -> None:
+    def _on_monitor(self, endpoint: str, event: ConnectionEvent) -> None:
         found = self._open.get(endpoint)
         match event:
-            case LinkEvent.CONNECTED:
+            case ConnectionEvent.CONNECTED:
                 self._failures.pop(endpoint, None)
                 self._on_event(LinkConnected(endpoint))
-            case LinkEvent.DISCONNECTED:
+            case ConnectionEvent.DISCONNECTED:
                 self._on_event(LinkClosed(endpoint))
-            case LinkEvent.HANDSHAKE_FAILED | LinkEvent.GAVE_UP if found is not None:
-                found.gave_up = event is LinkEvent.GAVE_UP
+            case ConnectionEvent.HANDSHAKE_FAILED | ConnectionEvent.GAVE_UP if found is not None:
+                found.gave_up = event is ConnectionEvent.GAVE_UP
                 self._failures[endpoint] += 1
                 if self._failures[endpoint] == FAILURES_TOLD:
                     self._log.warning("the node at %s is there and no handshake succeeds: %s", endpoint, self._reason())

@@ -20,7 +20,7 @@ from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 
 
-class LinkEvent(Enum):
+class ConnectionEvent(Enum):
     """What happened to the connection."""
 
     CONNECTED = "connected"
@@ -32,12 +32,12 @@ class LinkEvent(Enum):
     """As before, and ZeroMQ does not try again: one end has keys and the other none, or it is not ZeroMQ."""
 
 
-_EVENTS: dict[int, LinkEvent] = {
-    zmq.EVENT_HANDSHAKE_SUCCEEDED: LinkEvent.CONNECTED,
-    zmq.EVENT_DISCONNECTED: LinkEvent.DISCONNECTED,
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: LinkEvent.HANDSHAKE_FAILED,
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: LinkEvent.GAVE_UP,
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: LinkEvent.GAVE_UP,
+_EVENTS: dict[int, ConnectionEvent] = {
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: ConnectionEvent.CONNECTED,
+    zmq.EVENT_DISCONNECTED: ConnectionEvent.DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: ConnectionEvent.HANDSHAKE_FAILED,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: ConnectionEvent.GAVE_UP,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: ConnectionEvent.GAVE_UP,
 }
 
 
@@ -79,7 +79,7 @@ class LinkMonitor(OwnSocket):
             self.close()
             raise
 
-    def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[LinkEvent]:
+    def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[ConnectionEvent]:
         """Events since the last call, oldest first."""
         for frames in nowait.receive(self.poll_handle, limit):
             event = _EVENTS.get(parse_monitor_message([bytes(frame) for frame in frames])["event"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvferry.common.protocol.wire import Frame
 from kvferry.common.transport.client_links import Close
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.probe import ProbeResult, probe
 
@@ -34,7 +34,7 @@ class PollWatcher:
         self._loop.add(link, ready)
         return lambda: self._loop.remove(link)
 
-    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[LinkEvent], None]) -> Close:
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[ConnectionEvent], None]) -> Close:
         """Call back with each connection event."""
 
         def ready() -> None:

@@ -8,7 +8,7 @@ import contextlib
 import socket
 from enum import Enum
 
-from kvferry.common.base.run_with_timeout import within
+from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint
 
 
@@ -51,7 +51,7 @@ async def probe_async(endpoint: str, timeout_s: float) -> ProbeResult:
     if parsed.scheme == "inproc":
         return ProbeResult.UNKNOWN
     try:
-        await within(timeout_s, _connect_and_close(parsed))
+        await run_with_timeout(timeout_s, _connect_and_close(parsed))
     except OSError as error:  # TimeoutError is one
         return _judge(error)
     return ProbeResult.ACCEPTED

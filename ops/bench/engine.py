@@ -22,13 +22,13 @@ from kvferry.common.device.select import select_device
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.engine.runner import ModelRunner
 from kvferry.common.engine.sampler import Sampler
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.load import LoadedModel, load_model
 from kvferry.common.parallel.collectives import ALONE
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.ranks.runner import LeadRunner
 from kvferry.common.ranks.team import RankTeam
-from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepPlan
+from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepBatch
 from kvferry.ops.bench.limits import (
     MachineLimits,
     measure_limits,
@@ -41,7 +41,7 @@ from kvferry.ops.bench.progress import (
     told_cases,
 )
 from kvferry.ops.bench.ranks import Weights, make_team
-from kvferry.ops.bench.report import EngineReport, Machine, PeerReport, Rate
+from kvferry.ops.bench.report import EngineReport, MachineFacts, PeerReport, Rate
 
 PROMPTS = (128, 512, 2048)
 BATCHES = (1, 8, 32)
@@ -111,17 +111,17 @@ class EngineBench:
             for seq_id, tokens, start, table in work
         )
         added = tuple(NewSequence(seq_id, tokens, _GREEDY) for seq_id, tokens in (new or {}).items())
-        plan = StepPlan(next(self._steps), scheduled, added)
+        plan = StepBatch(next(self._steps), scheduled, added)
         start = time.perf_counter()
         self._runner.execute(plan)
         return time.perf_counter() - start
 
     def _add(self, ids: list[int], tokens: "array[int]") -> None:
         new = tuple(NewSequence(seq_id, tokens, _GREEDY) for seq_id in ids)
-        self._runner.execute(StepPlan(next(self._steps), (), new))
+        self._runner.execute(StepBatch(next(self._steps), (), new))
 
     def _finish(self, ids: list[int]) -> None:
-        self._runner.execute(StepPlan(next(self._steps), (), (), tuple(ids)))
+        self._runner.execute(StepBatch(next(self._steps), (), (), tuple(ids)))
 
     def _tokens(self, number: int) -> "array[int]":
         return array("I", (self._random.randrange(self._vocab) for _ in range(number)))
@@ -132,7 +132,7 @@ class EngineRun:
     """What was found, and what it takes to judge others by the same measure."""
 
     report: EngineReport
-    config: ModelConfig
+    config: TransformerConfig
     dtype: torch.dtype
     scheme: WeightScheme | None
     limits: MachineLimits
@@ -225,7 +225,7 @@ def _run(
         threads=threads,
         ranks=1 if team is None else team.size,
         ops=type(device.ops).__name__,
-        machine=Machine(round(limits.read_gb_s, 2), round(limits.matmul_gflop_s, 1)),
+        machine=MachineFacts(round(limits.read_gb_s, 2), round(limits.matmul_gflop_s, 1)),
         prefill={},
         decode={},
         ready_s=round(ready_s, 2),

@@ -1,4 +1,4 @@
-"""What arriving long prompts do to running streams, on split and on unsplit nodes.
+"""What arriving long prompts do to running streams, on split and on colocated nodes.
 
 Run as `python -m kvferry.ops.bench.interference`.
 
@@ -25,9 +25,9 @@ from kvferry.common.base.errors import (
     KvferryError,
 )
 from kvferry.ops.bench.serve.dialect import InferDialect
-from kvferry.ops.bench.serve.load import Load, prompts, run_load
+from kvferry.ops.bench.serve.load import RequestLoad, prompts, run_load
 from kvferry.ops.bench.serve.report import Frame, ServeReport, Spread, make_report
-from kvferry.ops.bench.serve.request import Outcome, Requester
+from kvferry.ops.bench.serve.request import Requester, RequestOutcome
 from kvferry.ops.bench.serve.run import (
     ServeBench,
     measure,
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "split": ("--prefill", "1", "--decode", "1"),
-    "unsplit": ("--unsplit", "2"),
-    "unsplit, small steps": ("--unsplit", "2", "--set", "unsplit.max_step_tokens=64"),
+    "colocated": ("--colocated", "2"),
+    "colocated, small steps": ("--colocated", "2", "--set", "colocated.max_step_tokens=64"),
 }
 _TIMEOUT_S = 600
 _FEW_IDS = 100
@@ -70,18 +70,18 @@ class Side(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class InterferencePlan:
     """What is sent."""
 
-    streams: Load
-    prompts: Load
+    streams: RequestLoad
+    prompts: RequestLoad
 
 
-async def compare(url: str, model: str, plan: Plan) -> tuple[ServeReport, ServeReport, ServeReport]:
+async def compare(url: str, model: str, plan: InterferencePlan) -> tuple[ServeReport, ServeReport, ServeReport]:
     """Streams alone, streams disturbed, and the prompts, on a running cluster."""
     bench = ServeBench(url, model, "infer", plan.streams, plan.streams.concurrency or 1, _TIMEOUT_S)
     alone = await measure(bench, lambda _: None)
-    ended: list[Outcome] = []
+    ended: list[RequestOutcome] = []
     arriving = asyncio.create_task(_disturb(url, model, plan.prompts, ended))
     try:
         disturbed = await measure(bench, lambda _: None)
@@ -94,7 +94,7 @@ async def compare(url: str, model: str, plan: Plan) -> tuple[ServeReport, ServeR
     return alone, disturbed, make_report(Frame(url, model, "infer", 0, 0.0), plan.prompts, ended)
 
 
-async def _disturb(url: str, model: str, load: Load, ended: list[Outcome]) -> None:
+async def _disturb(url: str, model: str, load: RequestLoad, ended: list[RequestOutcome]) -> None:
     """Send prompts until cancelled."""
     dialect = InferDialect(model, _TIMEOUT_S)
     requester = Requester(parse_url(url), dialect, _TIMEOUT_S)
@@ -186,10 +186,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run(layout: str, args: argparse.Namespace) -> Side:
     command = (*LAYOUTS[layout], "--dtype", args.dtype, *(("--model", str(args.model)) if args.model else ()))
-    streams = Load(args.requests, args.stream_len, args.output_len, args.streams, None, args.seed, _FEW_IDS)
-    disturbing = Load(_MANY_PROMPTS, args.prompt_len, _PROMPT_ANSWER, None, args.rate, args.seed, _FEW_IDS)
+    streams = RequestLoad(args.requests, args.stream_len, args.output_len, args.streams, None, args.seed, _FEW_IDS)
+    disturbing = RequestLoad(_MANY_PROMPTS, args.prompt_len, _PROMPT_ANSWER, None, args.rate, args.seed, _FEW_IDS)
     with started_cluster(*command) as (url, model):
-        return Side(layout, command, *asyncio.run(compare(url, model, Plan(streams, disturbing))))
+        return Side(layout, command, *asyncio.run(compare(url, model, InterferencePlan(streams, disturbing))))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ PIECE_BYTES = (65_536, 1_048_576)
 
 
 @dataclass(slots=True)
-class HostCache:
+class BenchHostCache:
     """A cache of bytes where position p of layer 0 is byte p: reading and writing are one copy each."""
 
     memory: bytearray
@@ -86,7 +86,7 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TransferLoad:
     """What is ferried."""
 
     piece_bytes: int
@@ -118,14 +118,14 @@ class Load:
 
 
 @contextlib.contextmanager
-def mover(own: Incarnation, load: Load, post: Callable[[KvEvent], None]) -> Iterator[tuple[ZmqKvMover, str]]:
+def mover(own: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None]) -> Iterator[tuple[ZmqKvMover, str]]:
     """A mover that runs, and its endpoint."""
     context = TransportContext()
     made = ZmqKvMover(
         context,
         own,
         "tcp://127.0.0.1:*",
-        HostCache(bytearray(os.urandom(load.piece_bytes)) * (load.cache_bytes // load.piece_bytes)),
+        BenchHostCache(bytearray(os.urandom(load.piece_bytes)) * (load.cache_bytes // load.piece_bytes)),
         Limits(),
         post,
         checksum=True,
@@ -139,7 +139,7 @@ def mover(own: Incarnation, load: Load, post: Callable[[KvEvent], None]) -> Iter
         context.close()
 
 
-def send(load: Load, endpoint: str, place: str) -> None:
+def send(load: TransferLoad, endpoint: str, place: str) -> None:
     """The other process: warms up with one piece, sends all when told to, and says at the end what CPU time it took."""
     with mover(SENDER, load, lambda _: None) as (made, _):
         made.open(RECEIVER, endpoint, staging=place)
@@ -162,7 +162,7 @@ class Figures:
     """Of both ends; hardly moved by what else runs."""
 
 
-def measure(load: Load) -> Figures:
+def measure(load: TransferLoad) -> Figures:
     """RuntimeError when pieces do not come, or come wrong."""
     warm, counter = Counter(1), Counter(load.num_pieces + 1)
 
@@ -207,11 +207,11 @@ def main() -> int:
     parser.add_argument("--transport", choices=("shm", "zmq"), default="zmq", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send is not None:
-        send(Load(arguments.pieces[0], arguments.pieces[1], arguments.transport), *arguments.send)
+        send(TransferLoad(arguments.pieces[0], arguments.pieces[1], arguments.transport), *arguments.send)
         return 0
     for piece_bytes in PIECE_BYTES:
         for transport in ("shm", "zmq"):
-            load = Load(piece_bytes, arguments.mib * 1_048_576 // piece_bytes, transport)
+            load = TransferLoad(piece_bytes, arguments.mib * 1_048_576 // piece_bytes, transport)
             rounds = [measure(load) for _ in range(arguments.rounds)]
             rates = sorted(figures.mb_per_s for figures in rounds)
             cpu = statistics.median(figures.cpu_ms_per_mb for figures in rounds)

@@ -9,7 +9,7 @@ import torch
 from kvferry.common.device.base import Ops
 from kvferry.common.device.cpu_linear import native_bfloat16
 from kvferry.common.device.quantize import WeightScheme, bits_per_weight
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 
 _READ_BYTES = 256 << 20
 _MATMUL_SIZE = 1024
@@ -48,7 +48,7 @@ def measure_limits(ops: Ops, dtype: torch.dtype) -> MachineLimits:
 
 
 def step_needs(
-    config: ModelConfig,
+    config: TransformerConfig,
     dtype: torch.dtype,
     new: int,
     context: int,
@@ -72,7 +72,7 @@ def step_needs(
     return StepNeeds(flop, weight_bytes * (touched + head) + dtype.itemsize * cached)
 
 
-def _layer_weights(config: ModelConfig, tokens: int) -> tuple[int, int]:
+def _layer_weights(config: TransformerConfig, tokens: int) -> tuple[int, int]:
     """Weights of all layers that one token is multiplied with; that `tokens` tokens read."""
     hidden = config.hidden_size
     projected = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * hidden

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.pluralize import pluralize
 
 
-class Machine(msgspec.Struct, frozen=True):
+class MachineFacts(msgspec.Struct, frozen=True):
     """The machine's limits, measured in the same run."""
 
     read_gb_s: float
@@ -42,7 +42,7 @@ class EngineReport(msgspec.Struct, frozen=True):
     quantization: str
     threads: int
     ops: str
-    machine: Machine
+    machine: MachineFacts
     prefill: dict[str, Rate]
     decode: dict[str, Rate]
     ready_s: float
@@ -58,7 +58,7 @@ def table(report: EngineReport) -> Iterator[str]:
     """Lines for people."""
     weights = "" if report.quantization == "none" else f"weights {report.quantization}  "
     ranks = f"  over {report.ranks} ranks" if report.ranks > 1 else ""
-    yield f"{report.model}  {report.dtype}  {weights}{counted(report.threads, 'thread')}{ranks}  {report.ops}"
+    yield f"{report.model}  {report.dtype}  {weights}{pluralize(report.threads, 'thread')}{ranks}  {report.ops}"
     machine = report.machine
     yield f"machine    reads {machine.read_gb_s:.1f} GB/s, multiplies {machine.matmul_gflop_s:.0f} GFLOP/s"
     for kind, unit, rates in (("prefill", "tokens", report.prefill), ("decode", "at once", report.decode)):

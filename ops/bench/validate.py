@@ -21,7 +21,7 @@ from kvferry.common.base.ids import new_request_id
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.ops.cli.numbers import positive
 from kvferry.router.http.document import read_document
-from kvferry.router.http.exchange import Exchange, Message
+from kvferry.router.http.exchange import AsgiMessage, Exchange
 from kvferry.router.http.validation import check_infer
 
 CHUNK_BYTES = 65_536
@@ -73,7 +73,7 @@ async def check_once(body: bytes, num_ids: int, chunk_bytes: int = CHUNK_BYTES) 
     """Read and check `body` as the router does, and return the number of ids."""
     chunks = _chunks(body, chunk_bytes)
 
-    async def receive() -> Message:
+    async def receive() -> AsgiMessage:
         chunk, more = next(chunks)
         return {"type": "http.request", "body": chunk, "more_body": more}
 

@@ -50,14 +50,14 @@ def run(args: argparse.Namespace) -> int:
     from kvferry.common.device.select import select_device
     from kvferry.common.tokenizer import load_tokenizer
     from kvferry.ops.bench.perplexity import run_perplexity, table
-    from kvferry.ops.cli.pluralize import counted
+    from kvferry.ops.cli.pluralize import pluralize
     from kvferry.ops.model_choice import option_model
 
     path = option_model(args.model)
     text = args.text or DEFAULT_TEXT
     ids = load_tokenizer(path).encode(_read(text))[: args.tokens]
     if len(ids) < _LEAST_TOKENS:
-        raise ConfigError(f"--text: {text} has {counted(len(ids), 'token')}, at least {_LEAST_TOKENS} are needed")
+        raise ConfigError(f"--text: {text} has {pluralize(len(ids), 'token')}, at least {_LEAST_TOKENS} are needed")
     device = select_device("cpu", threads)
     dtype = None if args.dtype == "auto" else args.dtype
     report = run_perplexity(path, device, dtype, (text.name, ids), args.window, sys.stderr.isatty())

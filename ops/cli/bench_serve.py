@@ -83,12 +83,12 @@ async def _with_progress(bench: "ServeBench") -> "ServeReport":
 
 
 def _wanted(args: argparse.Namespace) -> "ServeBench":
-    from kvferry.ops.bench.serve.load import Load
+    from kvferry.ops.bench.serve.load import RequestLoad
     from kvferry.ops.bench.serve.run import ServeBench
 
     concurrency = None if args.rate is not None else args.concurrency or 1
     at_once = concurrency or max(1, math.ceil(args.rate or 0))
-    load = Load(
+    load = RequestLoad(
         requests=args.requests or 4 * at_once,
         input_len=args.input_len,
         output_len=args.output_len,

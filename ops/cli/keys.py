@@ -8,7 +8,7 @@ from kvferry.common.base.errors import (
     ConfigError,
     KvferryError,
 )
-from kvferry.common.config.keys import PUBLIC_SUFFIX, ROLES, Key, key_line, read_secret_file
+from kvferry.common.config.keys import KEY_ROLES, PUBLIC_SUFFIX, Key, key_line, read_secret_file
 from kvferry.ops.cli.errors import DONE
 
 _ALLOWED = "allowed"
@@ -28,7 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "nodes and one for routers, or one alone. Replaces nothing.",
     )
     new.add_argument("directory", type=Path, metavar="DIR")
-    new.add_argument("--role", choices=ROLES, help="make a pair of this role only")
+    new.add_argument("--role", choices=KEY_ROLES, help="make a pair of this role only")
     new.add_argument("--name", help="what the files are called; default: the role. Needs --role")
     new.set_defaults(run=run_new)
     public = forms.add_parser(
@@ -48,7 +48,7 @@ def run_new(args: argparse.Namespace) -> int:
         raise ConfigError("--name: needs --role, for it names one pair")
     if args.name is not None and (not args.name or "/" in args.name):
         raise ConfigError(f"--name: {args.name!r} is no file name")
-    names = {args.name or args.role: args.role} if args.role else {role: role for role in ROLES}
+    names = {args.name or args.role: args.role} if args.role else {role: role for role in KEY_ROLES}
     allowed = args.directory / _ALLOWED
     files = {name: (args.directory / (name + _SECRET_SUFFIX), allowed / (name + PUBLIC_SUFFIX)) for name in names}
     for path in (path for pair in files.values() for path in pair):

@@ -1,4 +1,4 @@
-"""`kvferry prefill`, `kvferry decode` and `kvferry unsplit`: one node, in this process."""
+"""`kvferry prefill`, `kvferry decode` and `kvferry colocated`: one node, in this process."""
 
 import argparse
 import os
@@ -6,20 +6,20 @@ import os
 from kvferry.common.base.log import setup_logging
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import resolve_node
-from kvferry.common.config.schema import ROLES, Role
+from kvferry.common.config.schema import NODE_KINDS, NodeKind
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.options import add_config_options, printed, read_config
 
-_HELP: dict[Role, str] = {
+_HELP: dict[NodeKind, str] = {
     "prefill": "start a node that computes prompts",
     "decode": "start a node that generates",
-    "unsplit": "start a node that does both",
+    "colocated": "start a node that does both",
 }
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the commands."""
-    for role in ROLES:
+    for role in NODE_KINDS:
         parser = commands.add_parser(
             role, help=_HELP[role], description=f"{_HELP[role].capitalize()}. SIGTERM drains it."
         )
@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Be a node until stopped."""
-    role: Role = args.role
+    role: NodeKind = args.role
     config = read_config(args)
     if printed(args, config):
         return DONE

@@ -1,6 +1,6 @@
 """How many of what, as people say it. Text only."""
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """`1 token`, `2 tokens`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -14,7 +14,7 @@ _FLAGS = {
     "model_name": ("model", "name"),
     "prefill": ("serve", "prefill"),
     "decode": ("serve", "decode"),
-    "unsplit": ("serve", "unsplit"),
+    "colocated": ("serve", "colocated"),
     "workers": ("router", "workers"),
     "host": ("router", "host"),
     "port": ("router", "port"),
@@ -36,9 +36,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--model-name", metavar="NAME", help="its name in URLs; default: the file's or directory's name"
     )
-    parser.add_argument("--prefill", type=whole, metavar="N", help="prefill nodes (1; 0 with --unsplit)")
-    parser.add_argument("--decode", type=whole, metavar="M", help="decode nodes (1; 0 with --unsplit)")
-    parser.add_argument("--unsplit", type=whole, metavar="U", help="nodes that do both (0)")
+    parser.add_argument("--prefill", type=whole, metavar="N", help="prefill nodes (1; 0 with --colocated)")
+    parser.add_argument("--decode", type=whole, metavar="M", help="decode nodes (1; 0 with --colocated)")
+    parser.add_argument("--colocated", type=whole, metavar="U", help="nodes that do both (0)")
     parser.add_argument("--workers", type=whole, metavar="W", help="gunicorn workers of the router (2)")
     parser.add_argument("--host", metavar="H", help="address to serve HTTP on (127.0.0.1)")
     parser.add_argument("--port", type=whole, metavar="P", help="port to serve HTTP on (1025); 0 picks one")

@@ -12,7 +12,7 @@ from kvferry.common.base.errors import (
     ConfigError,
     KvferryError,
 )
-from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.pluralize import pluralize
 from kvferry.ops.cli.sampling import Parameters
 from kvferry.ops.cli.target import (
     parse_url,
@@ -107,7 +107,9 @@ def _read_stream(
     first = last = None
     for event in events:
         if "error" in event:
-            raise KvferryError(f"after {counted(len(token_ids), 'token')}: {event.get('error_type')}: {event['error']}")
+            raise KvferryError(
+                f"after {pluralize(len(token_ids), 'token')}: {event.get('error_type')}: {event['error']}"
+            )
         new = _integers(event.get("token_ids", []))
         if new:
             if event.get("index") != len(token_ids):
@@ -118,7 +120,7 @@ def _read_stream(
             on_tokens(new)
         if "finish_reason" in event:
             return _answer(event, token_ids, time.monotonic() - sent, first, last)
-    raise KvferryError(f"the stream ended after {counted(len(token_ids), 'token')} without saying why")
+    raise KvferryError(f"the stream ended after {pluralize(len(token_ids), 'token')} without saying why")
 
 
 def _answer(

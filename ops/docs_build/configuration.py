@@ -19,7 +19,7 @@ _HEAD = """\
 
 Made from the docstrings in `common/config`. Change those, then run `python -m kvferry.ops.docs_build.configuration`.
 
-One TOML file describes a cluster: `kvferry serve|router|prefill|decode|unsplit --config cluster.toml`. A key that is
+One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A key that is
 left out has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may
 be repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` shows the whole
 result as a file that can be used again. Unknown keys and wrong types are refused, with the nearest key that exists.
@@ -52,7 +52,7 @@ _MINDIE_ROWS = (
     ("npuMemSize", "`node.kv_cache_bytes`", "bytes here, GB there"),
     (
         "npuDeviceIds",
-        "`model.device`, `prefill.device_index`, `decode.device_index`, `unsplit.device_index`",
+        "`model.device`, `prefill.device_index`, `decode.device_index`, `colocated.device_index`",
         "the kind of device, and which of several a node takes; its further ranks take those after it",
     ),
     ("ipAddress, port", "`router.host`, `router.port`", "1025 in both"),
@@ -61,7 +61,7 @@ _MINDIE_ROWS = (
     ("kv_trans_timeout", "`timers.piece_idle_s`, `timers.commit_wait_s`", ""),
     ("kv_link_timeout", "`timers.link_timeout_s`", ""),
     ("max_retry", "`limits.max_attempts`", "5 in both"),
-    ("heartbeat", "`timers.beat_s`", "0.5 s here, 1 s there"),
+    ("heartbeat", "`timers.heartbeat_s`", "0.5 s here, 1 s there"),
     ("instance timeout", "`timers.dead_after_s`", "2.5 s here, 5 s there"),
     ("worldSize", "`node.tensor_parallel`", "ranks of one node, all on one host"),
 )

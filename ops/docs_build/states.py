@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from kvferry.common.cluster.links import LINK_TABLE
 from kvferry.common.cluster.table import Table
-from kvferry.common.scheduling.sequence import TRANSITIONS, Status
+from kvferry.common.scheduling.sequence import TRANSITIONS, SequenceStatus
 from kvferry.decode_node.receive_table import RECEIVE_TABLE
 from kvferry.prefill_node.handover_table import SEND_TABLE
 from kvferry.prefill_node.job import JOB_TABLE
@@ -39,7 +39,7 @@ on from there. Which of these moves answers which rule is told in [protocol.md](
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class StateDiagram:
     """One table, ready to be drawn."""
 
     title: str
@@ -54,7 +54,7 @@ class Machine:
     """The file that has the table."""
 
 
-def all_machines() -> tuple[Machine, ...]:
+def all_machines() -> tuple[StateDiagram, ...]:
     """Every table of the code, in the order of a request's life."""
     return (
         _machine(REQUEST_TABLE, "A request, at its router worker."),
@@ -78,27 +78,27 @@ def state_meanings(states: type[Enum]) -> dict[str, str]:
     return _lines_by_name(text, set(states.__members__)) | texts_below(states)
 
 
-def _machine(table: Table[S, E], text: str) -> Machine:
+def _machine(table: Table[S, E], text: str) -> StateDiagram:
     rows = tuple((state, event, following) for (state, event), following in table.rows.items())
     first_event = rows[0][1]
     title = table.name[0].upper() + table.name[1:]
     states = type(table.initial)
-    return Machine(title, text, states, type(first_event), (table.initial,), rows, _path_of(states))
+    return StateDiagram(title, text, states, type(first_event), (table.initial,), rows, _path_of(states))
 
 
-def _scheduler_machine() -> Machine:
-    rows = tuple((state, None, to) for state in Status for to in Status if to in TRANSITIONS[state])
+def _scheduler_machine() -> StateDiagram:
+    rows = tuple((state, None, to) for state in SequenceStatus for to in SequenceStatus if to in TRANSITIONS[state])
     reached = {to for _, _, to in rows}
-    starts = tuple(state for state in Status if state not in reached)
+    starts = tuple(state for state in SequenceStatus if state not in reached)
     text = "A sequence, in the scheduler of either node. `WAITING` comes by `add`, `RESERVED` by `reserve`."
-    return Machine("Sequence", text, Status, None, starts, rows, _path_of(Status))
+    return StateDiagram("Sequence", text, SequenceStatus, None, starts, rows, _path_of(SequenceStatus))
 
 
 def _path_of(members: type[Enum]) -> str:
     return members.__module__.replace(".", "/") + ".py"
 
 
-def _section(machine: Machine) -> str:
+def _section(machine: StateDiagram) -> str:
     lines = [f"## {machine.title}\n\n{machine.text} The table is in `{machine.source}`.\n", "```mermaid"]
     lines += [*_diagram(machine), "```\n", "| state | meaning | what leads on |\n| --- | --- | --- |"]
     texts = state_meanings(machine.states)
@@ -112,7 +112,7 @@ def _section(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _diagram(machine: Machine) -> Iterator[str]:
+def _diagram(machine: StateDiagram) -> Iterator[str]:
     yield "stateDiagram-v2"
     for state in machine.starts:
         yield f"    [*] --> {state.name}"
@@ -127,7 +127,7 @@ def _diagram(machine: Machine) -> Iterator[str]:
             yield f"    {state.name} --> [*]"
 
 
-def _moves(machine: Machine, state: Enum) -> str:
+def _moves(machine: StateDiagram, state: Enum) -> str:
     reasons: dict[Enum, list[str]] = {}
     for here, event, to in machine.rows:
         if here is state:

@@ -12,7 +12,7 @@ import msgspec
 from kvferry.common.base.python_command import python_command
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.resolve import node_counts, share_model_memory
-from kvferry.common.config.schema import ClusterConfig, DiscoveryConfig, Role
+from kvferry.common.config.schema import ClusterConfig, DiscoveryConfig, NodeKind
 from kvferry.ops.launcher.core import ChildPlan, Stage
 from kvferry.ops.launcher.process import ChildSpec
 from kvferry.ops.launcher.restart_policy import RestartLimits
@@ -25,8 +25,8 @@ WORKER_CLASS = "kvferry.ops.launcher.worker.RouterWorker"
 
 _KILL_MARGIN_S = 5.0
 _PROXY_STOP_S = 5.0
-_STAGES: dict[Role, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "unsplit": Stage.DECODE}
-"""An unsplit node stays while prefill nodes may still hand requests over to it."""
+_STAGES: dict[NodeKind, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "colocated": Stage.DECODE}
+"""A colocated node stays while prefill nodes may still hand requests over to it."""
 
 
 def restart_limits(config: ClusterConfig) -> RestartLimits:
@@ -74,7 +74,7 @@ def proxy_child(config_file: Path) -> ChildSpec:
     )
 
 
-def node_child(config: ClusterConfig, config_file: Path, role: Role, index: int) -> ChildSpec:
+def node_child(config: ClusterConfig, config_file: Path, role: NodeKind, index: int) -> ChildSpec:
     """One node, named role-index."""
     name = _node_name(role, index)
     command = python_command(
@@ -130,11 +130,11 @@ def _private_discovery(discovery: DiscoveryConfig, run_dir: Path) -> DiscoveryCo
     )
 
 
-def _nodes(config: ClusterConfig) -> Iterator[tuple[Role, int]]:
+def _nodes(config: ClusterConfig) -> Iterator[tuple[NodeKind, int]]:
     for role, number in node_counts(config).items():
         for index in range(number):
             yield role, index
 
 
-def _node_name(role: Role, index: int) -> str:
+def _node_name(role: NodeKind, index: int) -> str:
     return f"{role}-{index}"

@@ -16,7 +16,7 @@ from enum import Enum
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.ops.launcher.restart_policy import RestartLimits, RestartPolicy
-from kvferry.ops.launcher.startup_error import told_error
+from kvferry.ops.launcher.startup_error import startup_error
 
 _START_CRASHES_MAX = 5
 _WRONG_USE = 2
@@ -104,7 +104,7 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishLaunch:
     """All children are gone. `error` is empty when all went as wanted."""
 
     error: str = ""
@@ -112,7 +112,7 @@ class Finish:
     """The error is one of the configuration: a child said so by its exit code."""
 
 
-Action = StartChild | TerminateChild | KillChild | AnnounceReady | Tell | Finish
+Action = StartChild | TerminateChild | KillChild | AnnounceReady | Tell | FinishLaunch
 
 
 class Phase(Enum):
@@ -198,7 +198,7 @@ class LauncherCore:
         if not child.running:
             raise InvariantError(f"{event.name} ended twice")
         child.running, child.kill_at = False, None
-        told = told_error(event.last_line)
+        told = startup_error(event.last_line)
         if self._phase in (Phase.STOPPING, Phase.KILLING):
             # Children of one configuration fail alike: what ends the launcher's last line is not said for each.
             is_new = bool(told) and not self._error.endswith(told)
@@ -235,7 +235,7 @@ class LauncherCore:
         living = [child for child in self._children.values() if child.running]
         if not living:
             self._phase = Phase.OVER
-            return [Finish(self._error, self._wrong_use)]
+            return [FinishLaunch(self._error, self._wrong_use)]
         first = min((child.plan.stage for child in living), key=lambda stage: stage.value)
         if self._phase is Phase.KILLING or first is self._stage_stopping:
             return []

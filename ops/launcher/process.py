@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from kvferry.common.base.parent_death_signal import with_parent
+from kvferry.common.base.parent_death_signal import with_death_signal
 from kvferry.ops.launcher.core import ChildPlan
-from kvferry.ops.launcher.startup_error import told_error
+from kvferry.ops.launcher.startup_error import startup_error
 
 WriteLine = Callable[[str, str], object]
 """Takes a child's name and one of its lines."""
@@ -97,7 +97,7 @@ class Child:
         text = line.decode("utf-8", "replace").rstrip()
         if self._held:
             self._write_line(self._name, self._held)
-        self._held = text if told_error(text) else ""
+        self._held = text if startup_error(text) else ""
         if text:
             self._last_line = text
         if not self._held:
@@ -111,7 +111,7 @@ async def start_child(spec: ChildSpec, write_line: WriteLine) -> Child:
     output, write_fd = _output_pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *with_parent(spec.death_signal, spec.argv),
+            *with_death_signal(spec.death_signal, spec.argv),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=write_fd,
             stderr=write_fd,

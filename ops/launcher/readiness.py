@@ -3,7 +3,7 @@
 import asyncio
 from urllib.parse import urlsplit
 
-from kvferry.common.base.run_with_timeout import within
+from kvferry.common.base.run_with_timeout import run_with_timeout
 
 _ANSWER_WAIT_S = 5.0
 _PAUSE_S = 0.1
@@ -33,7 +33,7 @@ async def _all_answer(url: str, path: str, count: int) -> bool:
 async def status_of(url: str, path: str) -> int:
     """The status of one GET; 0 when there was no answer in time."""
     try:
-        return await within(_ANSWER_WAIT_S, _get(url, path))
+        return await run_with_timeout(_ANSWER_WAIT_S, _get(url, path))
     except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
         return 0
 

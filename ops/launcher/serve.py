@@ -11,7 +11,7 @@ from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.base.log_writer import (
     STDERR_FD,
     STDOUT_FD,
-    LineWriter,
+    LogWriter,
 )
 from kvferry.common.config.checks import config_notes, host_notes
 from kvferry.common.config.docs import config_as_toml
@@ -105,7 +105,7 @@ def _supervise(
     wait_ready: Callable[[], Awaitable[None]],
     ready_line: str,
 ) -> None:
-    stdout, stderr = LineWriter(STDOUT_FD), LineWriter(STDERR_FD)
+    stdout, stderr = LogWriter(STDOUT_FD), LogWriter(STDERR_FD)
     supervisor = Supervisor(
         children,
         restart_limits(config),

@@ -11,7 +11,7 @@ from kvferry.common.base.errors import (
     ConfigError,
     KvferryError,
 )
-from kvferry.common.base.parent_death_signal import with_parent
+from kvferry.common.base.parent_death_signal import with_death_signal
 from kvferry.common.base.python_command import python_command
 from kvferry.ops.cli.errors import WRONG_USE
 
@@ -26,7 +26,7 @@ def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
     settings = ("--set", "log.level=warning", "--set", "timers.new_wait_s=60")
     serve = python_command("kvferry.ops.cli.main", "serve", "--port", "0", *settings)
     # Whatever becomes of this process, the cluster does not stay behind.
-    command = with_parent(signal.SIGTERM, (*serve, *words))
+    command = with_death_signal(signal.SIGTERM, (*serve, *words))
     with (
         tempfile.TemporaryFile("w+") as log,
         # A session of its own: a Ctrl-C reaches this process alone, which then stops the cluster.

@@ -11,13 +11,13 @@ from kvferry.common.base.errors import (
     InvariantError,
     KvferryError,
 )
-from kvferry.common.base.run_with_timeout import within
+from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.ops.launcher.core import (
     Action,
     AnnounceReady,
     ChildExited,
     Event,
-    Finish,
+    FinishLaunch,
     KillChild,
     LauncherCore,
     ReadySeen,
@@ -57,7 +57,7 @@ class Supervisor:
         self._write_line = write_line
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._children: dict[str, Child] = {}
-        self._finish: Finish | None = None
+        self._finish: FinishLaunch | None = None
 
     async def run(self) -> None:
         """Run until all is stopped. KvferryError says why it ended when nobody asked for it.
@@ -98,7 +98,7 @@ class Supervisor:
         wakeup = self._core.next_wakeup()
         timeout_s = None if wakeup is None else max(0.0, wakeup - self._clock.now())
         try:
-            return await within(timeout_s, self._events.get())
+            return await run_with_timeout(timeout_s, self._events.get())
         except TimeoutError:
             return Tick()
 
@@ -116,7 +116,7 @@ class Supervisor:
                     self._on_ready()
                 case Tell(text, warning):
                     _LOG.log(logging.WARNING if warning else logging.INFO, text)
-                case Finish():
+                case FinishLaunch():
                     self._finish = action
 
     async def _start(self, name: str, tasks: asyncio.TaskGroup) -> None:

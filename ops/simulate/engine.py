@@ -16,8 +16,8 @@ from kvferry.common.cluster.events import (
 )
 from kvferry.common.engine.engine_thread import SAY_S
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from kvferry.common.scheduling.tokens_in_flight import Drawn
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
+from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore
@@ -55,14 +55,14 @@ class SimEngine:
     slowness: float = 1.0
     stopped: bool = False
     """Wedged, frozen or dead: the step in progress does not end while this holds."""
-    _queue: deque[StepPlan] = field(default_factory=deque)
+    _queue: deque[StepBatch] = field(default_factory=deque)
     _sequences: dict[int, _Running] = field(default_factory=dict)
-    _drawn: Drawn = field(default_factory=Drawn)
-    _stage: tuple[StepPlan, int] | None = None
+    _drawn: TokensInFlight = field(default_factory=TokensInFlight)
+    _stage: tuple[StepBatch, int] | None = None
     """The step in progress, and how many of its layers are done; COPYING before the first."""
     _deed: int = 0
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: StepBatch) -> None:
         """Queue a step."""
         self._queue.append(plan)
         if self._stage is None and not self.stopped:
@@ -143,7 +143,7 @@ class SimEngine:
         share = num_layers if not self.check_kv and not plan.report_layers else 1
         self.loop.after(share * self._layer_s(plan), self._layers_done, share, self._deed)
 
-    def _layer_s(self, plan: StepPlan) -> float:
+    def _layer_s(self, plan: StepBatch) -> float:
         return self.slowness * self.costs.step_duration_s(plan) / self.store.num_layers
 
     def _layers_done(self, share: int, deed: int) -> None:
@@ -172,7 +172,7 @@ class SimEngine:
         if self._stage is None and self._queue and not self.stopped:
             self._begin()
 
-    def _dies(self, plan: StepPlan) -> bool:
+    def _dies(self, plan: StepBatch) -> bool:
         """Whether decoding one of these requests was the last thing that the process did."""
         for part in plan.scheduled:
             running = self._sequences[part.seq_id]
@@ -186,7 +186,7 @@ class SimEngine:
         digests = self._sequences[part.seq_id].digests[start:end]
         self.store.write(layer, part.block_table, start, [content(digest, layer) for digest in digests])
 
-    def _result(self, plan: StepPlan) -> StepResult:
+    def _result(self, plan: StepBatch) -> StepResult:
         sampled: dict[int, int] = {}
         failed: dict[int, str] = {}
         for part in plan.scheduled:

@@ -26,21 +26,21 @@ from kvferry.common.cluster.node_core import (
     NodeIdentity,
 )
 from kvferry.common.cluster.node_role import (
-    GoesOnHere,
-    Leg,
+    LocalDecode,
+    NodeRole,
 )
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.kv.shape import KvShape
-from kvferry.common.protocol.messages import PROTOCOL_VERSION, Hello, Role
+from kvferry.common.protocol.messages import PROTOCOL_VERSION, Hello, RoleName
 from kvferry.common.protocol.model_info import (
     Compatibility,
     ModelInfo,
 )
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.engine import SimEngine
@@ -52,7 +52,7 @@ from kvferry.ops.simulate.model import EOS_TOKEN_ID, USUAL_DTYPE, USUAL_WEIGHTS,
 from kvferry.ops.simulate.network import Network
 from kvferry.ops.simulate.process import Process
 from kvferry.prefill_node.decode_links import DecodeLinks
-from kvferry.prefill_node.role import PrefillLeg
+from kvferry.prefill_node.role import PrefillRole
 
 MODEL_NAME = "sim"
 STAGING_HOST = "sim-staging://"
@@ -63,7 +63,7 @@ class NodeSpec:
     """What a node is; the same over all its lives."""
 
     name: str
-    roles: tuple[Role, ...]
+    roles: tuple[RoleName, ...]
     model_name: str = MODEL_NAME
     weights: str = USUAL_WEIGHTS
     kv_dtype: str = USUAL_DTYPE
@@ -156,7 +156,7 @@ class SimNode(Process):
             ("sim",),
             (f"{STAGING_HOST}{spec.name}",) if "decode" in spec.roles and spec.staging_slots else (),
         )
-        self.core = NodeCore(identity, spec.timers, self.scheduler, self._legs())
+        self.core = NodeCore(identity, spec.timers, self.scheduler, self._make_roles())
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda action: self.engine.run(action.plan),
             SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table, action.slots),
@@ -174,11 +174,11 @@ class SimNode(Process):
         if "decode" in spec.roles:
             kv.receivers[spec.kv_address] = self.kv_receiver
 
-    def _legs(self) -> list[Leg]:
+    def _make_roles(self) -> list[NodeRole]:
         spec = self.spec
         decode = None
         if "decode" in spec.roles:
-            decode = DecodeLeg(
+            decode = DecodeRole(
                 self.scheduler,
                 spec.timers,
                 spec.limits,
@@ -186,14 +186,15 @@ class SimNode(Process):
                 lambda: self.core.clients,
                 spec.staging_slots,
             )
-        legs = {"decode": decode, "prefill": self._prefill_leg(decode) if "prefill" in spec.roles else None}
-        return [leg for role in spec.roles if (leg := legs[role]) is not None]
+        prefill = self._prefill_role(decode) if "prefill" in spec.roles else None
+        by_name: dict[str, NodeRole | None] = {"decode": decode, "prefill": prefill}
+        return [role for name in spec.roles if (role := by_name[name]) is not None]
 
-    def _prefill_leg(self, here: GoesOnHere | None) -> PrefillLeg:
+    def _prefill_role(self, here: LocalDecode | None) -> PrefillRole:
         spec = self.spec
         hello = Hello(kind="prefill", name=spec.name, compatibility=spec.compatibility)
-        return PrefillLeg(
-            me=self.incarnation,
+        return PrefillRole(
+            self_id=self.incarnation,
             scheduler=self.scheduler,
             timers=spec.timers,
             limits=spec.limits,

@@ -15,7 +15,7 @@ from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.network import Network
 from kvferry.ops.simulate.process import Process
 from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent
-from kvferry.router.core.effects import Deliver, Effect, Finish
+from kvferry.router.core.effects import Deliver, Effect, FinishRequest
 from kvferry.router.core.router_core import RouterCore
 
 
@@ -30,7 +30,7 @@ class WorkerSpec:
 
 
 @dataclass(slots=True)
-class Stream:
+class SimulatedStream:
     """What one client saw."""
 
     request: GenerateRequest
@@ -62,20 +62,20 @@ class SimWorker(Process):
         super().__init__(loop, network, spec.name, life, f"sim://{spec.name}", spec.tick_s)
         self.spec = spec
         self.core = RouterCore(spec.name, spec.timers, spec.limits, rng)
-        self.streams: dict[RequestId, Stream] = {}
+        self.streams: dict[RequestId, SimulatedStream] = {}
         """Streams that are open."""
-        self.on_stream_event: Callable[[Stream, StreamEvent], None] | None = None
+        self.on_stream_event: Callable[[SimulatedStream, StreamEvent], None] | None = None
 
     def know(self, addresses: Sequence[str]) -> None:
         """Nodes from the configuration."""
         for address in addresses:
             self.perform(self.core.add_static(address, self.loop.now()))
 
-    def submit(self, stream: Stream) -> None:
+    def submit(self, stream: SimulatedStream) -> None:
         """A client's request arrives."""
         self.when_awake(self._submit, stream)
 
-    def _submit(self, stream: Stream) -> None:
+    def _submit(self, stream: SimulatedStream) -> None:
         self.streams[stream.request.request_id] = stream
         try:
             effects = self.core.submit(stream.request, self.loop.now())
@@ -87,11 +87,11 @@ class SimWorker(Process):
             self.trace(self, f"submit {stream.request.request_id[:8]}")
         self.perform(effects)
 
-    def leave(self, stream: Stream) -> None:
+    def leave(self, stream: SimulatedStream) -> None:
         """The client closes its connection."""
         self.when_awake(self._leave, stream)
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: SimulatedStream) -> None:
         if stream.request.request_id in self.streams:
             stream.left_at = self.loop.now()
             self.perform(self.core.cancel(stream.request.request_id, "client left", self.loop.now()))
@@ -102,10 +102,10 @@ class SimWorker(Process):
 
     def perform_own(self, action: object) -> None:
         """See Process: what goes to clients."""
-        if not isinstance(action, Deliver | Finish):
+        if not isinstance(action, Deliver | FinishRequest):
             raise TypeError(f"a router worker does not know {action!r}")
         stream = self.streams[action.request_id]
-        if isinstance(action, Finish):
+        if isinstance(action, FinishRequest):
             del self.streams[action.request_id]
         stream.events.append((self.loop.now(), action.event))
         if self.on_stream_event is not None:

@@ -21,7 +21,7 @@ from kvferry.ops.simulate.kv_network import KvNetwork
 from kvferry.ops.simulate.network import Delays, Network
 from kvferry.ops.simulate.node import MODEL_NAME, NodeSpec, SimNode
 from kvferry.ops.simulate.process import Process
-from kvferry.ops.simulate.worker import SimWorker, Stream, WorkerSpec
+from kvferry.ops.simulate.worker import SimulatedStream, SimWorker, WorkerSpec
 from kvferry.router.api import GenerateRequest
 
 
@@ -41,7 +41,7 @@ class World:
     nodes: dict[str, SimNode] = field(default_factory=dict)
     """Name -> latest life."""
     workers: dict[str, SimWorker] = field(default_factory=dict)
-    streams: list[Stream] = field(default_factory=list)
+    streams: list[SimulatedStream] = field(default_factory=list)
     check_every: int = 0
     trace: Callable[[Process, object], None] | None = None
     on_new_process: Callable[[Process], None] | None = None
@@ -93,7 +93,7 @@ class World:
         *,
         priority: int = 5,
         timeout_s: float = 600.0,
-    ) -> Stream:
+    ) -> SimulatedStream:
         """A client's request, now."""
         request = GenerateRequest(
             request_id=RequestId(f"{self.rng.getrandbits(128):032x}"),
@@ -103,7 +103,7 @@ class World:
             priority=priority,
             timeout_s=timeout_s,
         )
-        stream = Stream(request, self.loop.now(), worker)
+        stream = SimulatedStream(request, self.loop.now(), worker)
         self.streams.append(stream)
         worker.submit(stream)
         return stream
@@ -128,4 +128,4 @@ class World:
             announce = Announce(name=node.host, role=role, model=node.spec.model.name, endpoint=node.address)
             for worker in self.workers.values():
                 self.loop.after(0.001, worker.post, Announced(node.incarnation, announce))
-        self.loop.after(self.timers.beat_s, self._announce, node)
+        self.loop.after(self.timers.heartbeat_s, self._announce, node)

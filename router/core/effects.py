@@ -16,11 +16,11 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishRequest:
     """Give the client the one end of its request."""
 
     request_id: RequestId
     event: EndEvent
 
 
-Effect = Action | Deliver | Finish
+Effect = Action | Deliver | FinishRequest

@@ -6,22 +6,22 @@ from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import Send
 from kvferry.common.cluster.links import LinkTable
 from kvferry.common.config.protocol import Timers
-from kvferry.common.protocol.messages import Beat, BeatEntry
+from kvferry.common.protocol.messages import Heartbeat, WantedRequest
 from kvferry.router.core.effects import Effect
-from kvferry.router.core.placer import Planner
+from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import Request
 from kvferry.router.core.request_table import RequestTable
 
 
 @dataclass(slots=True)
-class Lists:
-    """Every `beat_s` to all nodes, and at once to those that something is asked of."""
+class Heartbeats:
+    """Every `heartbeat_s` to all nodes, and at once to those that something is asked of."""
 
     requests: RequestTable
     links: LinkTable
-    planner: Planner
+    planner: Placer
     timers: Timers
-    _last_beat: float = -1e9
+    _last_heartbeat: float = -1e9
     _soon: set[Incarnation] = field(default_factory=set)
 
     def hurry(self, peer: Incarnation) -> None:
@@ -34,33 +34,35 @@ class Lists:
 
     def tick(self, now: float) -> list[Effect]:
         """Lists that are due."""
-        if now - self._last_beat >= self.timers.beat_s:
-            self._last_beat = now
-            return self._beats(None)
-        return self._beats(self._soon) if self._soon else []
+        if now - self._last_heartbeat >= self.timers.heartbeat_s:
+            self._last_heartbeat = now
+            return self._heartbeats(None)
+        return self._heartbeats(self._soon) if self._soon else []
 
     def last(self) -> list[Effect]:
         """Nothing is wanted any more, nor will be."""
-        return self._beats(None, last=True)
+        return self._heartbeats(None, last=True)
 
-    def _beats(self, only: set[Incarnation] | None, *, last: bool = False) -> list[Effect]:
-        entries: dict[Incarnation, list[BeatEntry]] = {}
+    def _heartbeats(self, only: set[Incarnation] | None, *, last: bool = False) -> list[Effect]:
+        entries: dict[Incarnation, list[WantedRequest]] = {}
         for request in self.requests:
             for peer, expected in request.wanted_at():
                 entries.setdefault(peer, []).append(_line(request, expected))
         effects: list[Effect] = []
         for peer, link in self.links.by_peer.items():
             if link.up and (only is None or peer in only):
-                link.beat_no += 1
+                link.heartbeat_no += 1
                 wanted = tuple(entries.get(peer, ()))
-                beat = Beat(beat_no=link.beat_no, as_of=self.planner.plan_no, entries=wanted, last=last)
+                beat = Heartbeat(
+                    heartbeat_no=link.heartbeat_no, as_of=self.planner.placement_no, entries=wanted, last=last
+                )
                 effects.append(Send(peer, beat))
         self._soon.clear()
         return effects
 
 
-def _line(request: Request, expected: bool) -> BeatEntry:
-    return BeatEntry(
+def _line(request: Request, expected: bool) -> WantedRequest:
+    return WantedRequest(
         request_id=request.request_id,
         attempt=request.attempt,
         next_index=request.next_index,

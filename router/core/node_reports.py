@@ -21,8 +21,8 @@ from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import FirstToken, Gone, HandedOver, HandoverFailed, Status, Tokens, TokensEntry
 from kvferry.router.api import Outcome, TokensEvent
 from kvferry.router.core.effects import Deliver, Effect
-from kvferry.router.core.heartbeats import Lists
-from kvferry.router.core.placer import Planner
+from kvferry.router.core.heartbeats import Heartbeats
+from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import (
     Request,
     RequestEvent,
@@ -34,13 +34,13 @@ Report = FirstToken | HandedOver | HandoverFailed | Gone
 
 
 @dataclass(slots=True)
-class Reports:
+class NodeReports:
     """Turns messages into moves of requests."""
 
     requests: RequestTable
-    lists: Lists
+    lists: Heartbeats
     links: LinkTable
-    planner: Planner
+    planner: Placer
     limits: Limits
 
     # -- tokens
@@ -158,9 +158,9 @@ class Reports:
         if request.decode is not None:
             if sender != request.decode:
                 return []
-            if message.reason == "given_back":
+            if message.reason == "preempted":
                 request.times_preempted += 1
-                return self.requests.setback(request, RequestEvent.GIVEN_BACK, now)
+                return self.requests.setback(request, RequestEvent.PREEMPTED, now)
             why = message.detail or "the decode node no longer has it"
             return self.requests.loss(request, now, crashed=False, why=why)
         if sender != request.plan.prefill:
@@ -168,7 +168,7 @@ class Reports:
         if message.reason == "never_known":
             request.machine.move(RequestEvent.NEVER_KNOWN, now)
             return [Send(sender, self.planner.job(request, request.plan, now))]
-        if message.reason == "given_back":
+        if message.reason == "preempted":
             return self.requests.setback(request, RequestEvent.LOST, now)
         why = message.detail or "the prefill node no longer has it"
         return self.requests.loss(request, now, crashed=False, why=why)

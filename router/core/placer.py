@@ -21,12 +21,12 @@ from kvferry.common.protocol.model_info import (
     Compatibility,
     TokenSource,
 )
-from kvferry.router.core.request import Plan, Request, RequestState
+from kvferry.router.core.request import Placement, Request, RequestState
 from kvferry.router.policy.placement import DecodeView, PrefillView, choose
 
 
 @dataclass(slots=True)
-class ReplanBudget:
+class RetryBudget:
     """Counted anew from the requests whenever plans are due."""
 
     bound: int
@@ -34,7 +34,7 @@ class ReplanBudget:
     in_use: dict[Incarnation, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, requests: Iterable[Request], bound: int) -> "ReplanBudget":
+    def of(cls, requests: Iterable[Request], bound: int) -> "RetryBudget":
         """What is at prefill nodes now."""
         budget = cls(bound)
         for request in requests:
@@ -44,9 +44,9 @@ class ReplanBudget:
 
     def note(self, request: Request) -> None:
         """It is at the prefill node of its plan."""
-        if request.plan is not None and request.plan.replan_tokens:
+        if request.plan is not None and request.plan.retry_tokens:
             peer = request.plan.prefill
-            self.in_use[peer] = self.in_use.get(peer, 0) + request.plan.replan_tokens
+            self.in_use[peer] = self.in_use.get(peer, 0) + request.plan.retry_tokens
 
     def full_for(self, request: Request) -> frozenset[Incarnation]:
         """The nodes that have too much to get this one as well; none for a first attempt."""
@@ -57,18 +57,18 @@ class ReplanBudget:
 
 
 @dataclass(slots=True)
-class Planner:
+class Placer:
     """Makes plans for requests and the Jobs that carry them."""
 
     links: LinkTable
     timers: Timers
-    plan_no: int = 0
+    placement_no: int = 0
     """Highest number given out in this worker's life."""
     _booked_tokens: dict[Incarnation, int] = field(default_factory=dict)
     _booked_blocks: dict[Incarnation, int] = field(default_factory=dict)
     _penalties: dict[tuple[Incarnation, Incarnation], float] = field(default_factory=dict)
 
-    def plan(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> Plan | None:
+    def plan(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> Placement | None:
         """A new plan for the request, booked; None when no pair of nodes can be named.
 
         full: prefill nodes that shall not get it now.
@@ -78,24 +78,24 @@ class Planner:
             [view for view in self._prefills(request.model, request) if view.incarnation not in full],
             self._decodes(request.model, request),
             avoid=self._penalties.keys(),
-            turn=self.plan_no,
+            turn=self.placement_no,
             holder=request.holder,
             held_tokens=request.num_tokens,
         )
         if choice is None:
             return None
-        self.plan_no += 1
+        self.placement_no += 1
         self._book(request, choice.prefill, choice.decodes[0])
         candidates = tuple(self._candidate(peer) for peer in choice.decodes)
         again = request.attempt > 0 and choice.prefill != request.holder
-        return Plan(self.plan_no, choice.prefill, candidates, request.num_tokens if again else 0)
+        return Placement(self.placement_no, choice.prefill, candidates, request.num_tokens if again else 0)
 
-    def job(self, request: Request, plan: Plan, now: float) -> Job:
+    def job(self, request: Request, plan: Placement, now: float) -> Job:
         """The Job of this plan; times are computed anew at each sending."""
         return Job(
             request_id=request.request_id,
             attempt=request.attempt,
-            plan_no=plan.plan_no,
+            placement_no=plan.placement_no,
             model=request.model,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=request.output_token_ids[:],

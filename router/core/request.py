@@ -55,7 +55,7 @@ class RequestEvent(Enum):
     """The prefill node never saw the Job: it is sent again, unchanged."""
     LOST = auto()
     """The node that had it died, restarted, or says that it is gone."""
-    GIVEN_BACK = auto()
+    PREEMPTED = auto()
     """The decode node ran out of blocks."""
     END = auto()
     """Its last token came, its client left, its deadline passed, no nodes came in time that could do it, or it
@@ -81,20 +81,20 @@ REQUEST_TABLE = Table(
         (_S.HANDED, _E.HANDED_OVER): _S.HANDED,
         (_S.HANDED, _E.HANDOVER_FAILED): _S.HANDED,
         (_S.HANDED, _E.LOST): _S.WAITING,
-        (_S.HANDED, _E.GIVEN_BACK): _S.WAITING,
+        (_S.HANDED, _E.PREEMPTED): _S.WAITING,
         (_S.HANDED, _E.END): _S.ENDED,
     },
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """Which nodes an attempt names."""
 
-    plan_no: int
+    placement_no: int
     prefill: Incarnation
     candidates: tuple[Candidate, ...]
-    replan_tokens: int = 0
+    retry_tokens: int = 0
     """Tokens that an earlier attempt had computed as well; none on the first attempt, nor where their KV is held."""
 
     def names(self, node: Incarnation) -> bool:
@@ -128,7 +128,7 @@ class Request:
     """Refusals and preemptions in a row: they cost no attempt, but are spaced by a backoff."""
     times_preempted: int = 0
     not_before: float = 0.0
-    plan: Plan | None = None
+    plan: Placement | None = None
     source: TokenSource | None = None
     """What the nodes of the last plan compute with."""
     waiting_since: float = 0.0

@@ -23,8 +23,8 @@ from kvferry.common.cluster.links import LinkTable
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Cancel
 from kvferry.router.api import EndEvent, GenerateRequest, Outcome, Usage
-from kvferry.router.core.effects import Effect, Finish
-from kvferry.router.core.placer import Planner, ReplanBudget
+from kvferry.router.core.effects import Effect, FinishRequest
+from kvferry.router.core.placer import Placer, RetryBudget
 from kvferry.router.core.request import (
     Request,
     RequestEvent,
@@ -39,7 +39,7 @@ class RequestTable:
     """All requests that have not ended. Methods return what is to be done, in order."""
 
     links: LinkTable
-    planner: Planner
+    planner: Placer
     timers: Timers
     limits: Limits
     rng: random.Random
@@ -133,7 +133,7 @@ class RequestTable:
         if request.losses >= self.limits.max_attempts or request.crashes >= self.limits.crash_limit:
             text = f"lost {request.losses} times in a row without a new token, last: {why}"
             return self.end(request, "error", KvferryError(text), now, "too many losses")
-        return self._back_to_waiting(request, RequestEvent.LOST, self.rng.random() * self.timers.replan_jitter_s, now)
+        return self._back_to_waiting(request, RequestEvent.LOST, self.rng.random() * self.timers.retry_jitter_s, now)
 
     def _back_to_waiting(
         self, request: Request, event: RequestEvent, delay_s: float, now: float, holder: Incarnation | None = None
@@ -158,7 +158,7 @@ class RequestTable:
         self._waiting.pop(request.request_id, None)
         usage = Usage(len(request.prompt_token_ids), request.next_index, request.cached_tokens)
         end = EndEvent(outcome, usage, request.prefill_name, request.decode_name, error, request.attempt)
-        return [*effects, Finish(request.request_id, end)]
+        return [*effects, FinishRequest(request.request_id, end)]
 
     def end_all(self, error: Exception, now: float, why: str) -> list[Effect]:
         """End whatever is left."""
@@ -190,7 +190,7 @@ class RequestTable:
         if not due:
             return []
         effects: list[Effect] = []
-        budget = ReplanBudget.of(self.by_id.values(), self.limits.replan_tokens)
+        budget = RetryBudget.of(self.by_id.values(), self.limits.retry_tokens)
         held_up: set[str] = set()
         unserved: set[str] = set()
         for request in sorted(due, key=lambda r: r.accepted_at):

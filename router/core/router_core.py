@@ -41,10 +41,10 @@ from kvferry.common.protocol.messages import (
     Hello,
     HelloRefused,
     Message,
-    OtherLife,
     Status,
     Tokens,
     Welcome,
+    WrongIncarnation,
 )
 from kvferry.common.protocol.model_info import (
     ModelInfo,
@@ -52,9 +52,9 @@ from kvferry.common.protocol.model_info import (
 )
 from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import Effect
-from kvferry.router.core.heartbeats import Lists
-from kvferry.router.core.node_reports import Reports
-from kvferry.router.core.placer import Planner
+from kvferry.router.core.heartbeats import Heartbeats
+from kvferry.router.core.node_reports import NodeReports
+from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import Request
 from kvferry.router.core.request_table import RequestTable
 
@@ -68,20 +68,20 @@ class RouterCore:
     limits: Limits
     rng: random.Random
     links: LinkTable = field(init=False)
-    planner: Planner = field(init=False)
+    planner: Placer = field(init=False)
     models: dict[str, ModelInfo] = field(default_factory=dict)
     """All that nodes ever told of, with the least of the limits of those that live."""
     draining_since: float | None = None
     _table: RequestTable = field(init=False)
-    _lists: Lists = field(init=False)
-    _reports: Reports = field(init=False)
+    _heartbeats: Heartbeats = field(init=False)
+    _reports: NodeReports = field(init=False)
 
     def __post_init__(self) -> None:
         self.links = LinkTable(Hello(kind="worker", name=self.name), self.timers)
-        self.planner = Planner(self.links, self.timers)
+        self.planner = Placer(self.links, self.timers)
         self._table = RequestTable(self.links, self.planner, self.timers, self.limits, self.rng)
-        self._lists = Lists(self._table, self.links, self.planner, self.timers)
-        self._reports = Reports(self._table, self._lists, self.links, self.planner, self.limits)
+        self._heartbeats = Heartbeats(self._table, self.links, self.planner, self.timers)
+        self._reports = NodeReports(self._table, self._heartbeats, self.links, self.planner, self.limits)
 
     @property
     def requests(self) -> dict[RequestId, Request]:
@@ -128,7 +128,7 @@ class RouterCore:
     def close(self, now: float) -> list[Effect]:
         """The worker exits: end what is left, and tell every node that nothing is wanted any more."""
         ends = self._table.end_all(UnavailableError("the router is shutting down"), now, "shutdown")
-        return ends + self._lists.last()
+        return ends + self._heartbeats.last()
 
     def not_ready_reason(self, model: str | None) -> str | None:
         """None when a new request would be served now."""
@@ -167,16 +167,16 @@ class RouterCore:
 
     def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float) -> list[Effect]:
         if isinstance(message, Welcome):
-            self._lists.hurry(sender)  # a decode node takes reservations only for workers that it hears
+            self._heartbeats.hurry(sender)  # a decode node takes reservations only for workers that it hears
             effects = self.links.on_welcome(endpoint, sender, message, now)
             self._note_models()
             return [*effects]
         if isinstance(message, HelloRefused):
             self.links.on_hello_refused(endpoint, message, now)
             return []
-        hellos = self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, OtherLife))
+        hellos = self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, WrongIncarnation))
         link = self.links.peer(sender)
-        if link is None or isinstance(message, OtherLife):
+        if link is None or isinstance(message, WrongIncarnation):
             return [*hellos]
         match message:
             case Status():
@@ -201,7 +201,7 @@ class RouterCore:
         effects: list[Effect] = [*self.links.tick(now), *self._table.tick(now)]
         if self.draining_since is not None and now - self.draining_since > self.timers.worker_drain_s:
             effects += self._table.end_all(UnavailableError("the router is shutting down"), now, "drain")
-        return effects + self._lists.tick(now)
+        return effects + self._heartbeats.tick(now)
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the tables disagree."""

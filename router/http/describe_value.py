@@ -4,7 +4,7 @@ _LONGEST_STRING = 40
 _LARGEST_INT = 10**20
 
 
-def describe(value: object) -> str:
+def describe_value(value: object) -> str:
     """A few words for a decoded JSON value."""
     if value is None:
         return "null"
@@ -23,5 +23,5 @@ def describe(value: object) -> str:
 
 def _describe_list(values: list[object]) -> str:
     if len(values) <= 4 and all(not isinstance(value, list | dict | str) for value in values):
-        return "[" + ", ".join(describe(value) for value in values) + "]"
+        return "[" + ", ".join(describe_value(value) for value in values) + "]"
     return f"an array of {len(values)}"

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvferry.common.base.errors import RequestInvalidError
-from kvferry.common.base.run_with_timeout import within
+from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.router.http.errors import BodyTooLargeError, BodyTooSlowError
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.json_fault import json_fault, without_place
 from kvferry.router.http.json_runs import WINDOW_BYTES, RunCutter
-from kvferry.router.http.number_run import MalformedJsonError, TokenIds
+from kvferry.router.http.number_run import MalformedJsonError, ParsedTokenIds
 from kvferry.router.http.skeleton import decode_skeleton
 
 LARGE_BYTES = 262_144
@@ -31,13 +31,13 @@ class Document:
     root: object
     """Plain JSON values; a string that is a key of `runs` stands for that run of array elements."""
     vocab_size: int
-    runs: dict[str, TokenIds] = field(default_factory=dict)
+    runs: dict[str, ParsedTokenIds] = field(default_factory=dict)
 
-    def token_ids(self, values: list[object]) -> TokenIds:
+    def token_ids(self, values: list[object]) -> ParsedTokenIds:
         """The elements of one array of this document, with long runs in their places."""
         if len(values) == 1 and isinstance(values[0], str) and values[0] in self.runs:
             return self.runs[values[0]]
-        ids = TokenIds(self.vocab_size)
+        ids = ParsedTokenIds(self.vocab_size)
         start = 0
         marks = [i for i, value in enumerate(values) if type(value) is str and value in self.runs] if self.runs else []
         for mark in marks:
@@ -61,7 +61,7 @@ async def read_document(
         raise BodyTooLargeError(f"body: {declared} bytes, more than the limit of {max_body_bytes}")
     reader = _DocumentReader(vocab_size)
     try:
-        await within(timeout_s, _read(exchange, reader, max_body_bytes))
+        await run_with_timeout(timeout_s, _read(exchange, reader, max_body_bytes))
     except TimeoutError:
         raise BodyTooSlowError(f"body: did not come whole within {timeout_s:g} s") from None
     return await reader.finish()

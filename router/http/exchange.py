@@ -21,12 +21,12 @@ from kvferry.router.api import EndEvent, Outcome
 from kvferry.router.http.errors import ClientGoneError
 
 Scope = MutableMapping[str, object]
-Message = MutableMapping[str, object]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+AsgiMessage = MutableMapping[str, object]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 
 
-def message_bytes(message: Message) -> bytes:
+def message_bytes(message: AsgiMessage) -> bytes:
     """The `body` of an `http.request` or `http.response.body` message; empty where there is none."""
     body = message.get("body", b"")
     if not isinstance(body, bytes | bytearray | memoryview):
@@ -114,7 +114,7 @@ class Exchange:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
 
-    def note_sent(self, message: Message) -> None:
+    def note_sent(self, message: AsgiMessage) -> None:
         """Follow the outgoing side: `message` is about to be handed to the server."""
         if message["type"] == "http.response.start":
             self.status = cast("int", message["status"])

@@ -11,7 +11,7 @@ from kvferry.common.base.errors import ModelNotFoundError
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
 from kvferry.router.http.dependencies import AppDependencies
-from kvferry.router.http.describe_value import describe
+from kvferry.router.http.describe_value import describe_value
 from kvferry.router.http.document import read_document
 from kvferry.router.http.errors import ClientGoneError, error_of_end
 from kvferry.router.http.exchange import Exchange, exchange_of
@@ -29,7 +29,7 @@ def known_model(deps: AppDependencies, name: str) -> ModelInfo:
     model = deps.service.model(name)
     if model is None:
         known = ", ".join(info.name for info in deps.service.models()) or "none yet"
-        raise ModelNotFoundError(f"model {describe(name)} is not known here; known models: {known}")
+        raise ModelNotFoundError(f"model {describe_value(name)} is not known here; known models: {known}")
     return model
 
 

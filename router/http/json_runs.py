@@ -5,7 +5,7 @@ stop every other request of the worker for tens of milliseconds. Cut into window
 caller lets others run in between.
 
 How: outside of strings, text between a `[` or `,` and a `,` or `]` that holds no quote, bracket or brace is a run of
-whole array elements, in every valid document. A long run is decoded at once (`TokenIds`) and leaves one string in the
+whole array elements, in every valid document. A long run is decoded at once (`ParsedTokenIds`) and leaves one string in the
 rest, a random token that no client can know. The rest is small and decoded as usual; where it is valid, so was the
 body. Searches are `bytes.find`, so quiet stretches cost next to nothing; the number of steps per window is bounded.
 """
@@ -13,7 +13,7 @@ body. Searches are `bytes.find`, so quiet stretches cost next to nothing; the nu
 import os
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.router.http.number_run import MalformedJsonError, TokenIds
+from kvferry.router.http.number_run import MalformedJsonError, ParsedTokenIds
 
 WINDOW_BYTES = 65_536
 """What one step looks at: well below a millisecond of decoding."""
@@ -36,7 +36,7 @@ class RunCutter:
 
     def __init__(self, vocab_size: int) -> None:
         self.rest = bytearray()
-        self.runs: dict[str, TokenIds] = {}
+        self.runs: dict[str, ParsedTokenIds] = {}
         """By the token that stands for the run in `rest`, as a JSON string of its own."""
         self._vocab_size = vocab_size
         self._prefix = os.urandom(16).hex()
@@ -44,7 +44,7 @@ class RunCutter:
         self._escaped = False
         """The last window ended in a backslash that escapes the next byte."""
         self._num_quotes = 0
-        self._run: TokenIds | None = None
+        self._run: ParsedTokenIds | None = None
         self._run_is_whole = False
         """The current run began at a `[`, not at a comma."""
         self._carry: list[bytes] = []
@@ -88,7 +88,7 @@ class RunCutter:
         start = _find_run(window, position, end)
         if start >= 0:
             self.rest += window[position:start]
-            self._run = TokenIds(self._vocab_size)
+            self._run = ParsedTokenIds(self._vocab_size)
             self._run_is_whole = window[start - 1] == ord("[")
             return start
         if quote < 0:
@@ -117,7 +117,7 @@ class RunCutter:
         self._num_quotes += 1
         return quote + 1
 
-    def _inside_run(self, run: TokenIds, window: bytes, position: int) -> int:
+    def _inside_run(self, run: ParsedTokenIds, window: bytes, position: int) -> int:
         end = _find_end(window, position, len(window))
         if end < len(window) and window[end] == ord("]"):
             self._feed_last(run, self._take_carry() + window[position:end])
@@ -138,15 +138,15 @@ class RunCutter:
         self._carry.clear()
         return carry
 
-    def _feed(self, run: TokenIds, text: bytes) -> None:
+    def _feed(self, run: ParsedTokenIds, text: bytes) -> None:
         if not run.feed(text):
             raise MalformedJsonError("a comma without an element before it")
 
-    def _feed_last(self, run: TokenIds, text: bytes) -> None:
+    def _feed_last(self, run: ParsedTokenIds, text: bytes) -> None:
         if not run.feed(text) and (run.count or not self._run_is_whole):
             raise MalformedJsonError("a comma without an element after it")
 
-    def _leave_run(self, run: TokenIds, tail: bytes) -> None:
+    def _leave_run(self, run: ParsedTokenIds, tail: bytes) -> None:
         if run.count:
             token = f"{self._prefix}{len(self.runs)}"
             self.runs[token] = run

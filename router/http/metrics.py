@@ -36,7 +36,7 @@ class RouterMetrics:
         self._failed = self._counter("request_failed_total", "Requests that ended otherwise")
         self._prompt_tokens = self._counter("prompt_tokens_total", "Prompt tokens of ended generations")
         self._generated = self._counter("generation_tokens_total", "Generated tokens")
-        self._replans = self._counter("request_replans_total", "Plans of ended generations beyond their first")
+        self._replans = self._counter("request_retries_total", "Plans of ended generations beyond their first")
         self._running = self._gauge("num_requests_running", "Requests whose tokens come", "livesum")
         self._waiting = self._gauge("num_requests_waiting", "Requests without a token yet", "livesum")
         self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token", _TTFT_BUCKETS_S)

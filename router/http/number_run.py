@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.router.http.describe_value import describe
+from kvferry.router.http.describe_value import describe_value
 
 _ANYTHING = msgspec.json.Decoder(list[object])
 
@@ -35,7 +35,7 @@ def id_decoder(vocab_size: int) -> "msgspec.json.Decoder[list[int]]":
     return msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=vocab_size - 1)]])
 
 
-class TokenIds:
+class ParsedTokenIds:
     """Token ids as they are found, with the first fault of either kind."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -84,12 +84,12 @@ class TokenIds:
             integers = [value for value in values if type(value) is int]
             if len(integers) < len(values):
                 index = next(i for i, value in enumerate(values) if type(value) is not int)
-                self.not_integer = Fault(self.count + index, f"must be an integer, got {describe(values[index])}")
+                self.not_integer = Fault(self.count + index, f"must be an integer, got {describe_value(values[index])}")
             elif self.outside is None:
                 self._append_integers(integers)
         self.count += len(values)
 
-    def extend(self, other: "TokenIds") -> None:
+    def extend(self, other: "ParsedTokenIds") -> None:
         """Take in what another one has seen."""
         if self.not_integer is None and other.not_integer is not None:
             self.not_integer = Fault(self.count + other.not_integer.index, other.not_integer.what)
@@ -111,5 +111,5 @@ class TokenIds:
             self.ids.fromlist(values)
             return
         index = next(i for i, value in enumerate(values) if not 0 <= value < self._vocab_size)
-        what = f"token id {describe(values[index])} is outside the vocabulary [0, {self._vocab_size})"
+        what = f"token id {describe_value(values[index])} is outside the vocabulary [0, {self._vocab_size})"
         self.outside = Fault(self.count + index, what)

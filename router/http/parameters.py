@@ -1,6 +1,6 @@
 """The `parameters` object of a token request: types, ranges and their order. Pure.
 
-`null` means absent. The first fault wins, in the order of the fields of `Parameters`.
+`null` means absent. The first fault wins, in the order of the fields of `RequestParameters`.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import NoReturn
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.http.describe_value import describe
+from kvferry.router.http.describe_value import describe_value
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1
@@ -21,7 +21,7 @@ LONGEST_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class RequestParameters:
     """What a client gave, checked; None where it gave nothing."""
 
     temperature: float | None = None
@@ -53,12 +53,12 @@ class Parameters:
         )
 
 
-def read_parameters(value: object, where: str) -> Parameters:
+def read_parameters(value: object, where: str) -> RequestParameters:
     """Check the object at `where` in the body. Raises RequestInvalidError naming the first field that breaks a rule."""
     if value is None:
-        return Parameters()
+        return RequestParameters()
     if not isinstance(value, dict):
-        raise RequestInvalidError(f"{where}: must be an object, got {describe(value)}")
+        raise RequestInvalidError(f"{where}: must be an object, got {describe_value(value)}")
     fields = _Fields(value, where)
     temperature = fields.number("temperature", above=SMALLEST)
     top_k = fields.integer("top_k", 1, INT32_MAX)
@@ -72,7 +72,7 @@ def read_parameters(value: object, where: str) -> Parameters:
     fields.integer("batch_size", 1, INT32_MAX)
     priority = fields.integer("priority", 1, LAST_PRIORITY)
     timeout_s = fields.integer("timeout", 1, LONGEST_TIMEOUT_S)
-    return Parameters(
+    return RequestParameters(
         temperature, top_k, top_p, do_sample, seed, repetition_penalty, max_new_tokens, priority, timeout_s
     )
 
@@ -119,4 +119,4 @@ class _Fields:
         return self._refuse(name, "true or false", value)
 
     def _refuse(self, name: str, rule: str, value: object) -> NoReturn:
-        raise RequestInvalidError(f"{self._where}.{name}: must be {rule}, got {describe(value)}")
+        raise RequestInvalidError(f"{self._where}.{name}: must be {rule}, got {describe_value(value)}")

@@ -12,23 +12,23 @@ import falcon.asgi
 from falcon import COMBINED_METHODS
 from falcon.asgi import Request, Response
 
-from kvferry.common.base.run_with_timeout import within
+from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.router.http.access_log import log_exchange
 from kvferry.router.http.dependencies import AppDependencies
 from kvferry.router.http.errors import AmbiguousLengthError, ClientGoneError, HttpVersionError, problem_of
 from kvferry.router.http.exchange import (
     SCOPE_KEY,
+    AsgiMessage,
+    AsgiSend,
     Exchange,
-    Message,
     Receive,
     Scope,
-    Send,
 )
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
 _HTTP_VERSIONS = ("1.0", "1.1")
 """The server parses any number; what others mean (HTTP/2's preface, say) it does not know."""
-_NO_BODY: Message = {"type": "http.request", "body": b"", "more_body": False}
+_NO_BODY: AsgiMessage = {"type": "http.request", "body": b"", "more_body": False}
 _BODY_UNREAD = (400, 413, 505)
 """Answers that are given before the body was read."""
 LINGER_S = 2.0
@@ -42,7 +42,7 @@ class AsgiShell:
         self._app = app
         self._deps = deps
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         """One connection's scope: `http` or `lifespan`; a `websocket` is turned away."""
         if scope["type"] == "http":
             await self._http(scope, receive, send)
@@ -53,7 +53,7 @@ class AsgiShell:
         else:
             raise ValueError(f"ASGI scope {scope['type']!r} is not served")
 
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _http(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         deps = self._deps
         # ASGI says iterable of iterables: they may serve once only.
         headers = cast("Iterable[Iterable[bytes]]", scope.get("headers", ()))
@@ -85,7 +85,7 @@ class AsgiShell:
             self._deps.metrics.ended(exchange.model, success=success)
         log_exchange(self._deps.access_log, exchange, (self._deps.clock.now() - exchange.started_s) * 1e3)
 
-    async def _lifespan(self, receive: Receive, send: Send) -> None:
+    async def _lifespan(self, receive: Receive, send: AsgiSend) -> None:
         while True:
             phase = str((await receive())["type"]).removeprefix("lifespan.")
             if phase not in ("startup", "shutdown"):
@@ -105,11 +105,11 @@ class AsgiShell:
 class _Answer:
     """The outgoing side of one exchange."""
 
-    def __init__(self, exchange: Exchange, send: Send) -> None:
+    def __init__(self, exchange: Exchange, send: AsgiSend) -> None:
         self._exchange = exchange
         self._send = send
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: AsgiMessage) -> None:
         """Pass a message on to the server, unless nobody is there to read it."""
         exchange = self._exchange
         if exchange.gone:
@@ -141,7 +141,7 @@ class _Answer:
         if exchange.expects_continue or exchange.body_ended:
             return
         with suppress(TimeoutError, ClientGoneError):
-            await within(LINGER_S, _read_to_the_end(exchange))
+            await run_with_timeout(LINGER_S, _read_to_the_end(exchange))
 
 
 async def _read_to_the_end(exchange: Exchange) -> None:
@@ -149,11 +149,11 @@ async def _read_to_the_end(exchange: Exchange) -> None:
         pass
 
 
-async def _receive_no_body() -> Message:
+async def _receive_no_body() -> AsgiMessage:
     return dict(_NO_BODY)
 
 
-def _headers(message: Message) -> list[tuple[bytes, bytes]]:
+def _headers(message: AsgiMessage) -> list[tuple[bytes, bytes]]:
     headers = message.get("headers", ())
     if not isinstance(headers, list | tuple):
         raise TypeError("ASGI headers are a list of pairs")

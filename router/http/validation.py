@@ -17,9 +17,9 @@ from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.router.api import GenerateRequest
-from kvferry.router.http.describe_value import describe
+from kvferry.router.http.describe_value import describe_value
 from kvferry.router.http.document import Document
-from kvferry.router.http.number_run import TokenIds
+from kvferry.router.http.number_run import ParsedTokenIds
 from kvferry.router.http.parameters import read_parameters
 
 DATATYPE = "UINT32"
@@ -117,7 +117,7 @@ def _check_shape(value: object) -> int:
     return num_ids
 
 
-def _check_data(document: Document, value: object, num_ids: int) -> TokenIds:
+def _check_data(document: Document, value: object, num_ids: int) -> ParsedTokenIds:
     data = _expect(value, list, "inputs[0].data", "a flat array of integers")
     ids = document.token_ids(data)
     if ids.not_integer is not None:
@@ -156,5 +156,5 @@ def _expect(value: object, kind: type[_T], where: str, what: str) -> _T:
 
 
 def _refuse(where: str, rule: str, value: object) -> NoReturn:
-    got = "nothing" if value is None else describe(value)
+    got = "nothing" if value is None else describe_value(value)
     raise RequestInvalidError(f"{where}: {rule}, got {got}")

@@ -70,8 +70,8 @@ def main(argv: list[str]) -> int:
         model = real_model_path() if args.real else tiny_model(directory / "m")
         keys = KeyRing(directory / "keys") if args.keys else None
         settings = {**_SETTINGS, **REAL_SETTINGS} if args.real else _SETTINGS
-        prefill, decode, unsplit = args.nodes
-        shape = Shape(model, prefill, decode, settings=settings, keys=keys, unsplit=unsplit)
+        prefill, decode, colocated = args.nodes
+        shape = Shape(model, prefill, decode, settings=settings, keys=keys, colocated=colocated)
         with standing(shape, directory, make_links) as stand:
             try:
                 result = asyncio.run(run_trial(stand, plan, _target(stand, args)))

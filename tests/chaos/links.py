@@ -62,7 +62,7 @@ def node_words(name: str, settings: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(word for key, value in settings.items() for word in ("--set", f'{role}.{key}="{value}"'))
 
 
-def parts_of(prefill: int, decode: int, unsplit: int) -> tuple[str, ...]:
+def parts_of(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
     """Everything that has links."""
-    counts = {"prefill": prefill, "decode": decode, "unsplit": unsplit}
+    counts = {"prefill": prefill, "decode": decode, "colocated": colocated}
     return ("router", *(f"{role}-{n}" for role, count in counts.items() for n in range(count)))

@@ -33,11 +33,11 @@ class Shape:
     settings: Mapping[str, object] = field(default_factory=dict)
     keys: KeyRing | None = None
     """With keys on all sockets."""
-    unsplit: int = 0
+    colocated: int = 0
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return parts_of(self.prefill, self.decode, self.unsplit)[1:]
+        return parts_of(self.prefill, self.decode, self.colocated)[1:]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def tiny_model(directory: Path) -> Path:
 def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]], Links]) -> Iterator[Stand]:
     """Start it; stopped and checked by `tests.support.serve` at the end, after a Ctrl-C and after SIGTERM as well."""
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    parts = parts_of(shape.prefill, shape.decode, shape.unsplit)
+    parts = parts_of(shape.prefill, shape.decode, shape.colocated)
     links = make_links(parts)
     try:
         places = directory / "places.json"
@@ -90,7 +90,7 @@ def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]]
         settings = {**shape.settings, **(shape.keys.settings() if shape.keys else {})}
         options = ServeOptions(
             shape.model, shape.prefill, shape.decode, shape.workers, settings, ("tests.chaos.launch", str(places)),
-            unsplit=shape.unsplit,
+            colocated=shape.colocated,
         )  # fmt: skip
         with serving(options) as served, _watch(served, shape.keys) as watch:
             stand = Stand(shape, served, links, watch)

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from kvferry.common.base.ids import TransferKey
 from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits
-from kvferry.common.kv_transfer.send_queue import Outgoing
+from kvferry.common.kv_transfer.send_queue import OutboundPiece
 from kvferry.common.protocol.messages import Piece
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from tests.cluster.conftest import MakeCluster
 from tests.support.eventually import PATIENCE_S
 from tests.support.timers import PATIENT
@@ -27,7 +27,7 @@ PIECE_IDLE_S = 1.0
 
 def has_waited_long(core: NodeCore) -> bool:
     """Whether the decode node has asked for pieces, and was told to wait, more than once."""
-    entries = [entry for leg in core.legs if isinstance(leg, DecodeLeg) for entry in leg.entries]
+    entries = [entry for role in core.roles if isinstance(role, DecodeRole) for entry in role.entries]
     return any(e.ledger is not None and e.ledger.last_arrival - e.queued_at > 2.5 * PIECE_IDLE_S for e in entries)
 
 
@@ -40,7 +40,7 @@ async def test_pieces_that_wait_at_their_sender_are_waited_for_and_go_out_once(
         sender = c.nodes["prefill-0"].shell._kv._sender  # type: ignore[attr-defined]
         gate, read, reads = threading.Event(), sender._read, list[tuple[TransferKey, int]]()
 
-        def read_late(outgoing: Outgoing) -> Piece:
+        def read_late(outgoing: OutboundPiece) -> Piece:
             assert gate.wait(PATIENCE_S)
             reads.append((outgoing.piece.key, outgoing.piece.number))
             piece: Piece = read(outgoing)

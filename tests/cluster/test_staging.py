@@ -10,7 +10,7 @@ import pytest
 from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.schema import KvTransport
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import NodeThread
@@ -22,7 +22,7 @@ SHM: tuple[KvTransport, ...] = ("shm", "zmq")
 
 
 def staging_of(core: NodeCore) -> StagingSlots:
-    return next(leg.staging for leg in core.legs if isinstance(leg, DecodeLeg))
+    return next(role.staging for role in core.roles if isinstance(role, DecodeRole))
 
 
 def staged_at(node: NodeThread) -> int:

@@ -30,7 +30,7 @@ async def still_serves(c: Cluster, reference: Reference) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("kinds", [{}, {"prefill": 0, "decode": 0, "unsplit": 1}])
+@pytest.mark.parametrize("kinds", [{}, {"prefill": 0, "decode": 0, "colocated": 1}])
 @pytest.mark.parametrize(("prompt", "output"), [([1, VOCAB], []), ([1], [2**32 - 1])])
 async def test_a_job_with_ids_outside_the_vocabulary(
     cluster: MakeCluster, reference: Reference, kinds: dict[str, int], prompt: list[int], output: list[int]
@@ -41,7 +41,7 @@ async def test_a_job_with_ids_outside_the_vocabulary(
         job = Job(
             request_id=new_request_id(),
             attempt=1,
-            plan_no=NUMBER,
+            placement_no=NUMBER,
             model="tiny",
             prompt_token_ids=array("I", prompt),
             output_token_ids=array("I", output),
@@ -77,7 +77,7 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
             return Reserve(
                 key=TransferKey(new_request_id(), 1, 1, prefill.incarnation, prefill.peer),
                 transfer_no=NUMBER,
-                plan_no=NUMBER,
+                placement_no=NUMBER,
                 worker=worker.incarnation,
                 prompt_token_ids=array("I", prompt),
                 output_token_ids=array("I"),

@@ -127,6 +127,6 @@ def test_printed_configuration_can_be_used_again(tmp_path: Path) -> None:
     assert (config["router"]["port"], config["node"]["block_size"]) == (0, 32)
     file = tmp_path / "cluster.toml"
     file.write_text(first.stdout)
-    for command in ("serve", "router", "prefill", "decode", "unsplit"):
+    for command in ("serve", "router", "prefill", "decode", "colocated"):
         again = kvferry(command, "--config", str(file), "--print-config")
         assert (again.returncode, again.stdout) == (0, first.stdout)

@@ -32,7 +32,7 @@ def long_served(serve: Serve) -> Iterator[Served]:
             "router.max_iter_times": LONG,
             "limits.queued_requests": 4,
             "prefill.max_running": 1,
-            "timers.beat_s": 0.1,  # a node's load is seen while its request still runs
+            "timers.heartbeat_s": 0.1,  # a node's load is seen while its request still runs
         }
     ) as cluster:
         yield cluster

@@ -14,14 +14,14 @@ from kvferry.common.device.npu_ops import (
 )
 from kvferry.common.device.paged import allocate_paged
 from kvferry.common.device.torch_ops import TorchOps
-from kvferry.common.models.config import ModelConfig, RopeConfig
+from kvferry.common.models.config import RopeConfig, TransformerConfig
 from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.weights import TrackedWeights
 from tests.npu.reference_kernels import calls
 
 CPU = torch.device("cpu")
 BLOCK = 128
-CONFIG = ModelConfig(
+CONFIG = TransformerConfig(
     architecture="LlamaForCausalLM", hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=128,
     intermediate_size=96, vocab_size=50, rms_norm_eps=1e-5, rope=RopeConfig(10000.0), max_position_embeddings=512,
     tie_word_embeddings=True,

@@ -19,8 +19,6 @@ from kvferry.common.cluster.events import Tick
 from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import (
     Abort,
-    Beat,
-    BeatEntry,
     Cancel,
     Candidate,
     Commit,
@@ -32,9 +30,10 @@ from kvferry.common.protocol.messages import (
     Granted,
     HandedOver,
     HandoverFailed,
+    Heartbeat,
     Job,
-    Load,
     Message,
+    NodeLoad,
     Queued,
     Refused,
     Reserve,
@@ -42,6 +41,7 @@ from kvferry.common.protocol.messages import (
     Status,
     Tokens,
     TokensEntry,
+    WantedRequest,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.protocol.wire import decode, encode
@@ -96,20 +96,25 @@ def test_a_decode_node(data: st.DataObject):
         bench.commit()
     key, worker, prefill = bench.key(), bench.worker, bench.prefill
     commit = Commit(key=key, num_pieces=2, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)
-    line = BeatEntry(request_id=key.request_id, attempt=1, next_index=0, expected=True, resend=True)
-    messages: list[Message] = [bench.message(key), commit, Abort(key=key), Beat(beat_no=9, as_of=1, entries=(line,))]
+    line = WantedRequest(request_id=key.request_id, attempt=1, next_index=0, expected=True, resend=True)
+    messages: list[Message] = [
+        bench.message(key),
+        commit,
+        Abort(key=key),
+        Heartbeat(heartbeat_no=9, as_of=1, entries=(line,)),
+    ]
 
     def hear(message: Message, now: float) -> None:
-        if isinstance(message, Beat):
+        if isinstance(message, Heartbeat):
             if worker.take(message, now):
-                bench.done(bench.leg.on_list(worker, now), now)
+                bench.done(bench.role.on_heartbeat(worker, now), now)
         else:
-            bench.done(bench.leg.on_message(prefill, message, now), now)
+            bench.done(bench.role.on_message(prefill, message, now), now)
 
     some(data, messages, hear)
     for number in (0, 1):
         bench.arrives(number, 1.0)
-    bench.done(bench.leg.tick(1.1), 1.1)
+    bench.done(bench.role.tick(1.1), 1.1)
 
 
 @STRANGE
@@ -122,7 +127,7 @@ def test_a_prefill_node(data: st.DataObject):
     job = Job(
         request_id=request(2),
         attempt=1,
-        plan_no=2,
+        placement_no=2,
         model="m",
         prompt_token_ids=array("I", range(6)),
         output_token_ids=array("I", [7]),
@@ -137,18 +142,22 @@ def test_a_prefill_node(data: st.DataObject):
     messages: list[Message] = [
         job,
         Cancel(request_id=request(1), attempt=1),
-        Beat(beat_no=3, as_of=1, entries=(BeatEntry(request_id=request(1), attempt=1, next_index=0, expected=True),)),
+        Heartbeat(
+            heartbeat_no=3,
+            as_of=1,
+            entries=(WantedRequest(request_id=request(1), attempt=1, next_index=0, expected=True),),
+        ),
         Granted(key=key, first_token=4),
         Queued(key=key),
         Refused(key=key, reason="full"),
         Committed(key=key, missing=(0, 1)),
         CommitRefused(key=key, reason="not_reserved"),
         Revoke(key=key, reason="time"),
-        Status(status_no=9, steps_done=4, step_age_ms=3, load=Load(free_blocks=3, block_size=4)),
+        Status(status_no=9, steps_done=4, step_age_ms=3, load=NodeLoad(free_blocks=3, block_size=4)),
     ]
 
     def hear(message: Message, now: float) -> None:
-        if isinstance(message, Job | Cancel | Beat):
+        if isinstance(message, Job | Cancel | Heartbeat):
             bench.tell(WORKER, message, now)
         else:
             bench.hear(DECODES[0], message, now)
@@ -174,7 +183,7 @@ def test_a_router_worker(data: st.DataObject):
         FirstToken(request_id=name, attempt=1, index=0, token_id=5, finish="stop"),
         HandedOver(request_id=name, attempt=1, decode=at_router.DECODE),
         HandoverFailed(request_id=name, attempt=1, reason="no_room", held=True),
-        Status(status_no=9, steps_done=4, step_age_ms=3, link_seq=8, load=Load(waiting_tokens=7, block_size=4)),
+        Status(status_no=9, steps_done=4, step_age_ms=3, link_seq=8, load=NodeLoad(waiting_tokens=7, block_size=4)),
     ]
 
     def hear(message: Message, now: float) -> None:

@@ -15,7 +15,7 @@ from kvferry.router.http import json_runs
 from kvferry.router.http.document import Document, read_document
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.json_runs import RunCutter
-from kvferry.router.http.number_run import MalformedJsonError, TokenIds
+from kvferry.router.http.number_run import MalformedJsonError, ParsedTokenIds
 
 VOCAB_SIZE = 1000
 SCALARS = ["1", "999", "1000", "-1", "0", "1.5", "1e3", "true", "null", " 7 ", "\n8", "12345678901234567890123"]
@@ -40,7 +40,7 @@ def same(cut: object, plain: object) -> bool:
         return isinstance(plain, dict) and list(cut) == list(plain) and all(same(cut[k], plain[k]) for k in cut)
     if isinstance(cut, list):
         return isinstance(plain, list) and len(cut) == len(plain) and all(map(same, cut, plain))
-    if isinstance(cut, TokenIds):
+    if isinstance(cut, ParsedTokenIds):
         assert isinstance(plain, list)
         cut.check_invariants()
         integers = all(type(each) is int for each in plain)

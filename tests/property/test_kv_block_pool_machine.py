@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.common.kv.block_pool import BlockPool, Tries
+from kvferry.common.kv.block_pool import AllocationMemo, BlockPool
 from tests.support.scheduling import ids
 
 SIZE = 2
@@ -30,7 +30,7 @@ class Wish:
     extra: int
     keep_free: int
     max_cached: int
-    tries: Tries = field(default_factory=Tries)
+    tries: AllocationMemo = field(default_factory=AllocationMemo)
 
 
 class Model:
@@ -66,7 +66,7 @@ class Model:
             self.cached.remove(block)
             del self.content[block]
 
-    def let_go(self, table: tuple[int, ...]) -> None:
+    def release(self, table: tuple[int, ...]) -> None:
         for block in reversed(table):
             if self.holders_of(block):
                 continue
@@ -158,7 +158,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def release(self, data):
         holder = self.pick(data)
         self.pool.release(holder)
-        self.model.let_go(self.model.held.pop(holder).table)
+        self.model.release(self.model.held.pop(holder).table)
 
     @precondition(lambda self: self.model.held)
     @rule(data=st.data())

@@ -8,11 +8,11 @@ from kvferry.common.base.ids import (
     Incarnation,
     TransferKey,
 )
-from kvferry.common.kv_transfer.send_queue import Outgoing, SendQueue, Window
+from kvferry.common.kv_transfer.send_queue import OutboundPiece, SendQueue, Window
 from kvferry.common.protocol.messages import Piece
 from tests.support.kv_memory import key_between
 
-ME = Incarnation("a1" * 16)
+SELF_ID = Incarnation("a1" * 16)
 PEERS = [Incarnation(f"{number:032x}") for number in range(1, 4)]
 WINDOW = Window(num_bytes=100, num_pieces=3, stall_s=5.0)
 peers = st.sampled_from(PEERS)
@@ -55,7 +55,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.pending[peer], self.in_flight[peer] = [], []
         self.number += 1
         piece = Piece(
-            key=key_between(ME, peer, request),
+            key=key_between(SELF_ID, peer, request),
             number=self.number,
             layer_start=0,
             layer_end=1,
@@ -63,7 +63,7 @@ class QueueMachine(RuleBasedStateMachine):
             token_end=1,
             num_bytes=num_bytes,
         )
-        self.queue.add(Outgoing(piece, ()), self.now)
+        self.queue.add(OutboundPiece(piece, ()), self.now)
         self.pending[peer].append(piece)
 
     @rule(is_taken=st.booleans())
@@ -108,11 +108,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(peer=peers, number=st.integers(1000, 1002))
     def credit_for_nothing(self, peer: Incarnation, number: int) -> None:
-        self.queue.credited(peer, key_between(ME, peer, 1), number, self.now)
+        self.queue.credited(peer, key_between(SELF_ID, peer, 1), number, self.now)
 
     @rule(peer=peers, request=st.integers(0, 2))
     def stop(self, peer: Incarnation, request: int) -> None:
-        key = key_between(ME, peer, request)
+        key = key_between(SELF_ID, peer, request)
         self.queue.stop(key)
         self.pending = {peer: [piece for piece in pieces if piece.key != key] for peer, pieces in self.pending.items()}
 

@@ -17,18 +17,18 @@ from kvferry.common.scheduling.events import (
     ChunkComputed,
     Failed,
     Finished,
-    GivenBack,
+    Preempted,
     Prefilled,
     Sampled,
     SchedulerEvent,
     Started,
 )
-from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec, Status
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec, SequenceStatus
+from kvferry.common.scheduling.step import StepBatch
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 NUM_BLOCKS, SIZE = 12, 2
-AWAY = (Status.SWAPPING, Status.SWAPPED)
+AWAY = (SequenceStatus.SWAPPING, SequenceStatus.SWAPPED)
 MAX_PREEMPT = 2
 EOS = frozenset({0, 1})
 PROMPTS = st.lists(st.integers(5, 6), min_size=1, max_size=10)
@@ -102,7 +102,7 @@ class Story:
                 assert stopped or len(self.ids) == self.spec.num_prompt_tokens + self.spec.sampling.max_new_tokens
             case Failed():
                 self.over = True
-            case GivenBack():
+            case Preempted():
                 self.over = True
                 assert self.spec.times_preempted < MAX_PREEMPT
 
@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stories: dict[int, Story] = {}
         """Of all sequences that the scheduler may still tell of."""
         self.pins: dict[int, int] = {}
-        self.in_flight: list[StepPlan] = []
+        self.in_flight: list[StepBatch] = []
 
     # --- helpers ---
 
@@ -130,10 +130,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if self.stories[event.seq_id].over:
                 del self.stories[event.seq_id]
 
-    def those(self, *statuses: Status) -> list[int]:
+    def those(self, *statuses: SequenceStatus) -> list[int]:
         return sorted(seq_id for seq_id in self.stories if self.scheduler.status(seq_id) in statuses)
 
-    def pick(self, data: st.DataObject, *statuses: Status) -> int | None:
+    def pick(self, data: st.DataObject, *statuses: SequenceStatus) -> int | None:
         found = self.those(*statuses)
         return data.draw(st.sampled_from(found)) if found else None
 
@@ -166,12 +166,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert spec.max_kv_tokens > NUM_BLOCKS * SIZE
 
     @rule(data=st.data())
-    def take_over(self, data):
-        old_id = self.pick(data, *(set(Status) - {Status.ENDED}))
+    def inherit_blocks(self, data):
+        old_id = self.pick(data, *(set(SequenceStatus) - {SequenceStatus.ENDED}))
         if old_id is None:
             return
         spec = self.replan(data, self.stories[old_id])
-        new_id = self.scheduler.take_over(old_id, spec, self.now)
+        new_id = self.scheduler.inherit_blocks(old_id, spec, self.now)
         del self.stories[old_id]
         self.stories[new_id] = Story(spec)
 
@@ -191,13 +191,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def commit(self, data):
-        seq_id = self.pick(data, Status.RESERVED)
+        seq_id = self.pick(data, SequenceStatus.RESERVED)
         if seq_id is not None:
             self.scheduler.commit(seq_id)
 
     @rule(data=st.data(), lie=st.booleans())
     def activate(self, data, lie):
-        seq_id = self.pick(data, Status.RESERVED, Status.COMMITTED)
+        seq_id = self.pick(data, SequenceStatus.RESERVED, SequenceStatus.COMMITTED)
         if seq_id is None:
             return
         story = self.stories[seq_id]
@@ -205,13 +205,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         first = self.scheduler.num_computed_tokens(seq_id)
         known = spec.num_known
         if lie:
-            wrong = data.draw(st.sampled_from([known + 1, known - 2, *([] if spec.is_replan else [known - 1])]))
+            wrong = data.draw(st.sampled_from([known + 1, known - 2, *([] if spec.is_retry else [known - 1])]))
             try:
                 self.scheduler.activate(seq_id, 7, wrong, self.now)
             except ProtocolError:
                 return
             raise AssertionError("a hand-over of another length was taken")
-        from_last = spec.is_replan and data.draw(st.booleans())
+        from_last = spec.is_retry and data.draw(st.booleans())
         num_tokens = known - 1 if from_last else known
         self.node.receive(seq_id, spec, first, num_tokens)
         token = spec.token_ids[-1] if from_last else next_token(spec.token_ids)
@@ -221,14 +221,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release(self, data):
-        seq_id = self.pick(data, Status.PREFILLED, Status.RESERVED, Status.COMMITTED)
+        seq_id = self.pick(data, SequenceStatus.PREFILLED, SequenceStatus.RESERVED, SequenceStatus.COMMITTED)
         if seq_id is not None:
             self.scheduler.release(seq_id)
             del self.stories[seq_id]
 
     @rule(data=st.data())
     def abort(self, data):
-        seq_id = self.pick(data, *(set(Status) - {Status.ENDED}))
+        seq_id = self.pick(data, *(set(SequenceStatus) - {SequenceStatus.ENDED}))
         if seq_id is None:
             return
         held = self.scheduler.block_table(seq_id)
@@ -242,19 +242,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def pause(self, data):
-        seq_id = self.pick(data, Status.COMPUTING)
+        seq_id = self.pick(data, SequenceStatus.COMPUTING)
         if seq_id is not None:
             self.scheduler.pause(seq_id)
 
     @rule(data=st.data())
     def resume(self, data):
-        seq_id = self.pick(data, Status.PAUSED)
+        seq_id = self.pick(data, SequenceStatus.PAUSED)
         if seq_id is not None:
             self.scheduler.resume(seq_id)
 
     @rule(data=st.data())
     def pin(self, data):
-        seq_id = self.pick(data, *(set(Status) - {Status.ENDED, Status.WAITING, *AWAY}))
+        seq_id = self.pick(data, *(set(SequenceStatus) - {SequenceStatus.ENDED, SequenceStatus.WAITING, *AWAY}))
         if seq_id is not None:
             self.scheduler.pin(seq_id)
             self.pins[seq_id] = self.pins.get(seq_id, 0) + 1
@@ -283,12 +283,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def schedule_once(self, gate_open: bool = True) -> bool:
         """Whether something was planned."""
-        rivals = self.those(Status.DECODING, *AWAY)
+        rivals = self.those(SequenceStatus.DECODING, *AWAY)
         best = min(
             rivals, key=lambda i: (self.stories[i].spec.priority, self.stories[i].spec.accepted_at, i), default=None
         )
         plan, events = self.scheduler.schedule(self.now, lambda _: gate_open)
-        assert GivenBack(best or 0) not in events, "the oldest of the best class was given back"
+        assert Preempted(best or 0) not in events, "the oldest of the best class was given back"
         self.tell(events)
         if plan is not None:
             assert sum(len(part.token_ids) for part in plan.scheduled) <= self.config.max_step_tokens
@@ -329,9 +329,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check_invariants()
         load = self.scheduler.load()
-        assert load.waiting_requests == len(self.those(Status.WAITING)) == self.scheduler.num_waiting
+        assert load.waiting_requests == len(self.those(SequenceStatus.WAITING)) == self.scheduler.num_waiting
         assert load.free_blocks == self.node.pool.num_free
-        assert all(self.scheduler.status(seq_id) not in (None, Status.ENDED) for seq_id in self.stories)
+        assert all(self.scheduler.status(seq_id) not in (None, SequenceStatus.ENDED) for seq_id in self.stories)
 
     # --- the end ---
 
@@ -341,10 +341,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq_id in [seq_id for seq_id, count in self.pins.items() for _ in range(count)]:
             self.unpin_one(seq_id)
         for _ in range(600):
-            for seq_id in self.those(Status.PREFILLED, Status.RESERVED, Status.COMMITTED):
+            for seq_id in self.those(SequenceStatus.PREFILLED, SequenceStatus.RESERVED, SequenceStatus.COMMITTED):
                 self.scheduler.release(seq_id)
                 del self.stories[seq_id]
-            for seq_id in self.those(Status.PAUSED):
+            for seq_id in self.those(SequenceStatus.PAUSED):
                 self.scheduler.resume(seq_id)
             self.schedule_once()
             while self.in_flight:

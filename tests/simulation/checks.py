@@ -8,16 +8,16 @@ from kvferry.common.base.errors import (
     UnavailableError,
 )
 from kvferry.common.base.ids import RequestId
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
 from kvferry.ops.simulate.model import EOS_TOKEN_ID, undisturbed
 from kvferry.ops.simulate.node import SimNode
 from kvferry.ops.simulate.process import Process
-from kvferry.ops.simulate.worker import SimWorker, Stream
+from kvferry.ops.simulate.worker import SimulatedStream, SimWorker
 from kvferry.ops.simulate.world import World
 from kvferry.prefill_node.handover_table import SendState
-from kvferry.prefill_node.jobs import OPEN
-from kvferry.prefill_node.role import PrefillLeg
+from kvferry.prefill_node.jobs import WANTED_AT_DECODE
+from kvferry.prefill_node.role import PrefillRole
 from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
 from kvferry.router.core.request import RequestState
 
@@ -39,7 +39,7 @@ class Violation(Exception):
 class StreamJudge:
     """Watches one request from its client's side."""
 
-    stream: Stream
+    stream: SimulatedStream
     poisoned: bool
     must_succeed: bool = False
     slack_s: float = 0.5
@@ -174,9 +174,11 @@ def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
         for request_id in resting(worker, gone) if worker.awake_for(within_s) else ():
             return f"{worker.host} still has {request_id[:8]} at {gone.host}, which is gone"
     for node in world.nodes.values():
-        for leg in node.core.legs if node.awake_for(within_s) else ():
-            for _, sender in leg.jobs.aimed_at(gone.incarnation) if isinstance(leg, PrefillLeg) else ():
-                if sender.state in OPEN and sender.state is not SendState.ASKING:  # that has its own bound, of a second
+        for role in node.core.roles if node.awake_for(within_s) else ():
+            for _, sender in role.jobs.aimed_at(gone.incarnation) if isinstance(role, PrefillRole) else ():
+                if (
+                    sender.state in WANTED_AT_DECODE and sender.state is not SendState.ASKING
+                ):  # that has its own bound, of a second
                     return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"
     return None
 
@@ -188,7 +190,7 @@ def resting(worker: SimWorker, node: Process) -> dict[RequestId, int]:
         prefill = request.plan.prefill if request.plan is not None else None
         waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
         if request.plan is not None and waits_at == node.incarnation:
-            found[request.request_id] = request.plan.plan_no
+            found[request.request_id] = request.plan.placement_no
     return found
 
 
@@ -198,7 +200,7 @@ def judge_quiet(world: World) -> str | None:
         if not node.alive:
             continue
         if not node.core.is_quiescent():
-            return f"{node.host} holds something: {node.pool.num_held} blocks; {_legs(node.core.legs)}"
+            return f"{node.host} holds something: {node.pool.num_held} blocks; {_roles(node.core.roles)}"
         if node.pool.num_held:
             return f"{node.host} holds {node.pool.num_held} blocks"
         if node.kv_receiver.expected:
@@ -215,8 +217,8 @@ def judge_quiet(world: World) -> str | None:
 
 
 def staging_slots(node: SimNode) -> list[StagingSlots]:
-    """Of its decode leg, if it has one."""
-    return [leg.staging for leg in node.core.legs if isinstance(leg, DecodeLeg)]
+    """Of its decode role, if it has one."""
+    return [role.staging for role in node.core.roles if isinstance(role, DecodeRole)]
 
 
 def judge_rested(world: World) -> str | None:
@@ -228,5 +230,5 @@ def judge_rested(world: World) -> str | None:
     return None
 
 
-def _legs(legs: object) -> str:
-    return str(legs)[:1500]
+def _roles(roles: object) -> str:
+    return str(roles)[:1500]

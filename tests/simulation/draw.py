@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.protocol.messages import Role
+from kvferry.common.protocol.messages import RoleName
 from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
@@ -24,7 +24,7 @@ NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
 """How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2, stranded_wait_s=4.0)
 """Pauses as long as the default's would need more requests than a schedule has."""
-SHORT_WAITS = ("piece_idle_s", "commit_wait_s", "queued_wait_s", "grant_idle_s", "answer_wait_s", "hold_s")
+SHORT_WAITS = ("piece_idle_s", "commit_wait_s", "queued_wait_s", "grant_idle_s", "answer_wait_s", "retain_s")
 """What a schedule that is impatient may be impatient about."""
 SHORT_S = (0.3, 0.6, 1.2)
 CONGESTED_BYTES_PER_S = (1e5, 2e5)
@@ -113,7 +113,7 @@ class _Drawer:
         self.killers = frozenset(ask.seed for ask in asks if ask.kills)
         limits = self._limits()
         workers = tuple(WorkerSpec(name=f"W{i}", timers=self.timers, limits=limits) for i in range(num_workers))
-        kinds: list[Role] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
+        kinds: list[RoleName] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
         nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
         if self.two_kinds:
             nodes = with_two_kinds(nodes)
@@ -140,7 +140,7 @@ class _Drawer:
         self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # with one slot they go one by one
         limits = Limits(
             transfers_per_peer=rng.choice((1, 4)),
-            replan_tokens=REPLAN_TOKENS,
+            retry_tokens=REPLAN_TOKENS,
             slots_per_transfer=self.slots_per_transfer,
             max_attempts=self.profile.max_attempts,
         )
@@ -153,7 +153,7 @@ class _Drawer:
             limits = msgspec.structs.replace(limits, queued_reservations=rng.choice((1, 3)))
         return limits
 
-    def _node(self, number: int, role: Role, limits: Limits) -> NodeSpec:
+    def _node(self, number: int, role: RoleName, limits: Limits) -> NodeSpec:
         rng = self.rng
         blocks = rng.choice((40, 64, 96))
         both = self.both or (self.mixed and rng.random() < 0.5)

@@ -26,11 +26,11 @@ from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import Abort, Piece
 from kvferry.common.scheduling.swapping import Swapping
-from kvferry.decode_node.commit import Takeover
+from kvferry.decode_node.commit import CommitHandler
 from kvferry.decode_node.entries import EntryTable
 from kvferry.decode_node.receive_table import PieceLedger
 from kvferry.decode_node.reservations import Reservations
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
 from kvferry.ops.simulate.kv_link import KvSender
 from kvferry.ops.simulate.kv_receiver import KvReceiver
@@ -38,11 +38,11 @@ from kvferry.prefill_node import job as reports
 from kvferry.prefill_node.handover import HandoverSender
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.jobs import JobTable
-from kvferry.prefill_node.role import PrefillLeg
-from kvferry.prefill_node.transfer import Ferry, Pauses
-from kvferry.router.core.heartbeats import Lists
-from kvferry.router.core.node_reports import Reports
-from kvferry.router.core.placer import Planner, ReplanBudget
+from kvferry.prefill_node.role import PrefillRole
+from kvferry.prefill_node.transfer import HandoverManager, ReservationPauses
+from kvferry.router.core.heartbeats import Heartbeats
+from kvferry.router.core.node_reports import NodeReports
+from kvferry.router.core.placer import Placer, RetryBudget
 from kvferry.router.core.request import Request
 from kvferry.router.core.request_table import RequestTable
 from kvferry.router.core.router_core import RouterCore
@@ -124,7 +124,7 @@ def _leave_writing(right: Patched) -> Patched:
 
 
 def _count_damaged(right: Patched) -> Patched:
-    def on_damaged(self: Takeover, key: object, number: int, reason: str, now: float) -> object:
+    def on_damaged(self: CommitHandler, key: object, number: int, reason: str, now: float) -> object:
         entry = self.entries.by_key.get(key)  # type: ignore[call-overload]
         if entry is not None and entry.ledger is not None:
             layers, end = entry.ledger.num_layers, entry.spec.num_known
@@ -145,18 +145,18 @@ class _FakePiece:
 
 
 def _twice_released(right: Patched) -> Patched:
-    def let_go(self: JobTable, job: object) -> object:
+    def release(self: JobTable, job: object) -> object:
         seq_id = job.seq_id  # type: ignore[attr-defined]
         right(self, job)
         if seq_id is not None and self.scheduler.status(seq_id) is None:
             self.scheduler.abort(seq_id)
         return None
 
-    return let_go
+    return release
 
 
 def _two_owners(right: Patched) -> Patched:
-    def go_on(self: PrefillLeg, job: object, first: object, now: float) -> object:
+    def go_on(self: PrefillRole, job: object, first: object, now: float) -> object:
         seq_id = job.seq_id  # type: ignore[attr-defined]
         actions = right(self, job, first, now)
         self.jobs.add(job, seq_id)  # type: ignore[arg-type]
@@ -170,25 +170,25 @@ def _all_wanted(_: Patched) -> Patched:
 
 
 def _as_of_too_high(right: Patched) -> Patched:
-    def beats(self: Lists, only: object, *, last: bool = False) -> object:
-        self.planner.plan_no += 1
+    def heartbeats(self: Heartbeats, only: object, *, last: bool = False) -> object:
+        self.planner.placement_no += 1
         try:
             return right(self, only, last=last)
         finally:
-            self.planner.plan_no -= 1
+            self.planner.placement_no -= 1
 
-    return beats
+    return heartbeats
 
 
 def _forget_held(right: Patched) -> Patched:
-    def job(self: Planner, request: Request, plan: object, now: float) -> object:
+    def job(self: Placer, request: Request, plan: object, now: float) -> object:
         return msgspec.structs.replace(right(self, request, plan, now), output_token_ids=request.output_token_ids[:0])  # type: ignore[type-var]
 
     return job
 
 
 def _no_age(right: Patched) -> Patched:
-    def job(self: Planner, request: Request, plan: object, now: float) -> object:
+    def job(self: Placer, request: Request, plan: object, now: float) -> object:
         return msgspec.structs.replace(right(self, request, plan, now), waited_ms=0)  # type: ignore[type-var]
 
     return job
@@ -209,7 +209,7 @@ def _never_unknown(right: Patched) -> Patched:
 
 
 def _all_full(_: Patched) -> Patched:
-    def full_for(self: ReplanBudget, request: Request) -> object:
+    def full_for(self: RetryBudget, request: Request) -> object:
         return _Everything() if request.attempt else ()
 
     return full_for
@@ -298,22 +298,22 @@ def _into_slots_again(right: Patched) -> Patched:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("worker lists free nothing on decode", "13", DecodeLeg, "on_list", nothing, "leaving"),
-    Mutation("worker lists free nothing on prefill", "13", PrefillLeg, "on_list", nothing, "leaving"),
+    Mutation("worker lists free nothing on decode", "13", DecodeRole, "on_heartbeat", nothing, "leaving"),
+    Mutation("worker lists free nothing on prefill", "13", PrefillRole, "on_heartbeat", nothing, "leaving"),
     Mutation("every number counts as wanted", "13", Client, "wants", _all_wanted, "blips"),
-    Mutation("as_of is one too high", "12", Lists, "_beats", _as_of_too_high, "delays"),
+    Mutation("as_of is one too high", "12", Heartbeats, "_beats", _as_of_too_high, "delays"),
     Mutation("a silent client keeps what it had", "15", ClientTable, "take_silent", nothing, "crashes"),
-    Mutation("a lost worker frees nothing on decode", "15", DecodeLeg, "on_client_lost", nothing, "crashes"),
-    Mutation("a lost worker frees nothing on prefill", "15", PrefillLeg, "on_client_lost", nothing, "crashes"),
+    Mutation("a lost worker frees nothing on decode", "15", DecodeRole, "on_client_lost", nothing, "crashes"),
+    Mutation("a lost worker frees nothing on prefill", "15", PrefillRole, "on_client_lost", nothing, "crashes"),
     Mutation("deadline starts again with each plan", "33", RequestTable, "_try_plan", _restart_deadline),
-    Mutation("age starts again with each plan", "17", Planner, "job", _no_age),
+    Mutation("age starts again with each plan", "17", Placer, "job", _no_age),
     Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation, "slow"),
     Mutation("the transport's stop is not heard", "21", HandoverSender, "on_stopped", nothing),
     Mutation("reservations are granted to the unwanted", "13", Reservations, "_refusal", none, "drain"),
     Mutation("HandedOver is not said again", "14", reports, "state", nothing, "blips"),
     Mutation("a forgotten client is not greeted again", "12", LinkTable, "on_heard", _never_unknown, "stalls"),
-    Mutation("a finished token ends without its reason", "31", PrefillLeg, "_note_first_token", none),
-    Mutation("ungranted prompts are not bounded nor started", "18", PrefillLeg, "may_start", _never, "none"),
+    Mutation("a finished token ends without its reason", "31", PrefillRole, "_note_first_token", none),
+    Mutation("ungranted prompts are not bounded nor started", "18", PrefillRole, "may_start", _never, "none"),
     Mutation("a token that is known is sent on again", "29", Request, "take", _repeat_token),
     Mutation("a gap in the tokens is swallowed", "29", Request, "take", _swallow_gap, "blips"),
     Mutation("reports of other attempts count", "3", RequestTable, "current", _any_attempt),
@@ -332,29 +332,29 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation("Commit goes out before writes are confirmed", "24", HandoverSender, "_unconfirmed", _never, "onesided"),
     Mutation("after the Commit slots are written again", "26", HandoverSender, "_give", _into_slots_again, "onesided"),
-    Mutation("a damaged piece counts as there", "25", Takeover, "on_damaged", _count_damaged, "damage"),
-    Mutation("a damaged piece is never asked for", "25", Takeover, "_ask_again", nothing, "damage"),
+    Mutation("a damaged piece counts as there", "25", CommitHandler, "on_damaged", _count_damaged, "damage"),
+    Mutation("a damaged piece is never asked for", "25", CommitHandler, "_ask_again", nothing, "damage"),
     Mutation("no piece is ever missing", "25", PieceLedger, "missing", lambda _: lambda *a: (), "delays"),
-    Mutation("blocks are released twice", "5", JobTable, "let_go", _twice_released),
-    Mutation("the death of a node moves no request", "9", Reports, "on_node_lost", nothing, "crashes"),
+    Mutation("blocks are released twice", "5", JobTable, "release", _twice_released),
+    Mutation("the death of a node moves no request", "9", NodeReports, "on_node_lost", nothing, "crashes"),
     Mutation("the death of a decode node is not followed", "9", HandoverSender, "on_peer_lost", nothing, "crowded"),
     Mutation("silence is not judged", "9", LinkTable, "_judge", nothing, "stalls"),
-    Mutation("Job is not sent again", "14", Reports, "_on_gone", nothing),
+    Mutation("Job is not sent again", "14", NodeReports, "_on_gone", nothing),
     Mutation("Commit and Reserve are not repeated", "24", HandoverSender, "tick", nothing, "blips"),
-    Mutation("the end of a finished request is said once", "15", DecodeLeg, "_tell_state", nothing, "blips"),
-    Mutation("the early token is not marked as the last", "14", PrefillLeg, "_on_finished", nothing),
-    Mutation("a re-plan forgets the tokens held", "31", Planner, "job", _forget_held),
+    Mutation("the end of a finished request is said once", "15", DecodeRole, "_tell_state", nothing, "blips"),
+    Mutation("the early token is not marked as the last", "14", PrefillRole, "_on_finished", nothing),
+    Mutation("a re-plan forgets the tokens held", "31", Placer, "job", _forget_held),
     Mutation("cancels and aborts free nothing", "16", EntryTable, "drop", nothing, "leaving"),
     Mutation("queued reservations are never granted", "18", Reservations, "grant_queued", nothing, "full"),
     Mutation("draining grants go on", "37", Reservations, "drain", nothing, "drain"),
-    Mutation("a prompt that paused asks for no room again", "20", Pauses, "go_on", nothing, "pauses"),
-    Mutation("a re-plan waits for a node that has none", "35", ReplanBudget, "full_for", _all_full, "crashes"),
+    Mutation("a prompt that paused asks for no room again", "20", ReservationPauses, "go_on", nothing, "pauses"),
+    Mutation("a re-plan waits for a node that has none", "35", RetryBudget, "full_for", _all_full, "crashes"),
     Mutation("new requests wait for no node", "35", RouterCore, "_may_wait", _never, "crashes"),
     Mutation("new requests that wait are never started", "35", RequestTable, "_try_plan", _tried_once, "crashes"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", nothing, "drain"),
-    Mutation("what goes on where it was computed is forgotten", "4", DecodeLeg, "take", nothing, "both"),
-    Mutation("what goes on where it was computed has two owners", "5", PrefillLeg, "_go_on_here", _two_owners, "both"),
-    Mutation("transfer slots are not given", "24", Ferry, "give_slots", nothing, "none"),
+    Mutation("what goes on where it was computed is forgotten", "4", DecodeRole, "take", nothing, "both"),
+    Mutation("what goes on where it was computed has two owners", "5", PrefillRole, "_go_on_here", _two_owners, "both"),
+    Mutation("transfer slots are not given", "24", HandoverManager, "give_slots", nothing, "none"),
     Mutation("blocks are freed before they are swapped out", "36", Swapping, "swap_out", swaps.free_uncopied, "swap"),
     Mutation("another's host blocks are swapped in", "36", Swapping, "swap_in", swaps.other_host_blocks, "swap"),
     Mutation("a sequence returns without its KV", "36", Swapping, "swap_in", swaps.return_uncopied, "swap"),

@@ -4,12 +4,12 @@ from kvferry.common.scheduling.events import (
     FinishReason,
     SchedulerEvent,
 )
-from kvferry.common.scheduling.preemption_policy import Room
+from kvferry.common.scheduling.preemption_policy import PreemptionPolicy
 from kvferry.common.scheduling.results import Results
 from kvferry.common.scheduling.sequence import Sequence
 from kvferry.common.scheduling.step import StepResult
-from kvferry.common.scheduling.step_builder import Batch
-from kvferry.common.scheduling.tokens_in_flight import Drawn
+from kvferry.common.scheduling.step_builder import StepBuilder
+from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 from tests.simulation.mutation import Mutation, Patched
 
 
@@ -39,7 +39,7 @@ def _while_short(right: Patched) -> Patched:
 
 
 def _drawn_before(_: Patched) -> Patched:
-    def note(self: Drawn, result: StepResult) -> None:
+    def note(self: TokensInFlight, result: StepResult) -> None:
         for seq_id, token in result.sampled.items():
             self._last.setdefault(seq_id, token)
 
@@ -47,7 +47,7 @@ def _drawn_before(_: Patched) -> Patched:
 
 
 def _twice_the_same(right: Patched) -> Patched:
-    def give_ahead(self: Batch, seq: Sequence) -> None:
+    def give_ahead(self: StepBuilder, seq: Sequence) -> None:
         seq.num_scheduled_tokens -= 1
         right(self, seq)
 
@@ -58,7 +58,9 @@ AHEAD_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("blocks are freed while a step ahead writes them", "5", Results, "_tell_token", _free_at_the_end),
     Mutation("an end is overlooked when a step is ahead of it", "31", Sequence, "finish_reason", _overlook_the_end),
     Mutation("a step is planned ahead past the last token", "31", Sequence, "may_go_ahead", _past_the_length),
-    Mutation("a step ahead computes a token drawn long before", "32", Drawn, "note", _drawn_before),
-    Mutation("a step ahead writes where the one before writes", "32", Batch, "give_ahead", _twice_the_same),
-    Mutation("a step is planned ahead while blocks are short", "36", Room, "make_ahead", _while_short, "swap"),
+    Mutation("a step ahead computes a token drawn long before", "32", TokensInFlight, "note", _drawn_before),
+    Mutation("a step ahead writes where the one before writes", "32", StepBuilder, "give_ahead", _twice_the_same),
+    Mutation(
+        "a step is planned ahead while blocks are short", "36", PreemptionPolicy, "make_ahead", _while_short, "swap"
+    ),
 )

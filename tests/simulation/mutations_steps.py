@@ -38,8 +38,8 @@ from kvferry.prefill_node.job import (
 )
 from kvferry.prefill_node.jobs import JobTable
 from kvferry.prefill_node.pieces import PiecesOut
-from kvferry.router.core.node_reports import Reports
-from kvferry.router.core.placer import Planner
+from kvferry.router.core.node_reports import NodeReports
+from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import Request, RequestEvent
 from kvferry.router.core.request_table import RequestTable
 from tests.simulation.mutation import Mutation, Patched, none, nothing
@@ -102,7 +102,7 @@ def _no_crash(right: Patched) -> Patched:
 
 def _wait_for_workers(right: Patched) -> Patched:
     def pump(self: NodeCore, now: float) -> object:
-        slow = any(now - worker.last_heard > self.timers.beat_s + 0.2 for worker in self.clients.workers())
+        slow = any(now - worker.last_heard > self.timers.heartbeat_s + 0.2 for worker in self.clients.workers())
         return [] if slow else right(self, now)
 
     return pump
@@ -126,17 +126,17 @@ def _oldest_gives_way(_: Patched) -> Patched:
 
 
 def _uncounted(right: Patched) -> Patched:
-    def job(self: Planner, request: Request, plan: object, now: float) -> object:
+    def job(self: Placer, request: Request, plan: object, now: float) -> object:
         return msgspec.structs.replace(right(self, request, plan, now), times_preempted=0)  # type: ignore[type-var]
 
     return job
 
 
 def _forget_taken_back(_: Patched) -> Patched:
-    def take_back(self: EntryTable, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
+    def revoke(self: EntryTable, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
         return [*self.drop(entry, now), Send(entry.key.prefill, answer)]
 
-    return take_back
+    return revoke
 
 
 STEP_MUTATIONS: tuple[Mutation, ...] = (
@@ -145,8 +145,8 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
     Mutation("pieces carry what is there already", "23", HandoverSender, "on_granted", _all_lacked),
     Mutation("a piece is with the transport twice", "21", PiecesOut, "ready", _second_copy, "impatient"),
     Mutation("pieces that wait at their sender are lost", "25", PieceLedger, "hear_of", none, "congested"),
-    Mutation("a failed hand-over moves nothing", "27", Reports, "_on_handover_failed", nothing, "full"),
-    Mutation("what was taken back is granted anew", "28", EntryTable, "take_back", _forget_taken_back, "swap"),
+    Mutation("a failed hand-over moves nothing", "27", NodeReports, "_on_handover_failed", nothing, "full"),
+    Mutation("what was taken back is granted anew", "28", EntryTable, "revoke", _forget_taken_back, "swap"),
     Mutation("what is owned gives way to a better class", "28", Reservations, "_make_room", _take_back_owned, "full"),
     Mutation("a refusal counts as a loss", "34", RequestTable, "setback", _costly_setback, "full"),
     Mutation("what ends its nodes is tried again and again", "34", RequestTable, "loss", _no_crash, "killers"),
@@ -161,5 +161,5 @@ STEP_MUTATIONS: tuple[Mutation, ...] = (
         _oldest_gives_way,
         "preemption",
     ),
-    Mutation("preemptions are not counted", "36", Planner, "job", _uncounted, "preemption"),
+    Mutation("preemptions are not counted", "36", Placer, "job", _uncounted, "preemption"),
 )

@@ -8,7 +8,7 @@ from kvferry.common.base.errors import UnavailableError
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.ops.simulate.node import MODEL_NAME, SimNode
 from kvferry.ops.simulate.process import Process
-from kvferry.ops.simulate.worker import SimWorker, Stream
+from kvferry.ops.simulate.worker import SimulatedStream, SimWorker
 from kvferry.ops.simulate.world import World
 from kvferry.router.api import StreamEvent
 from tests.simulation.checks import (
@@ -141,7 +141,7 @@ class Run:
         if complaint is not None:
             raise Violation(complaint)
 
-    def _on_stream_event(self, stream: Stream, event: StreamEvent) -> None:
+    def _on_stream_event(self, stream: SimulatedStream, event: StreamEvent) -> None:
         self._by_stream[stream.request.request_id].take(event, self.world.loop.now())
 
     # -- phases after the last deed

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvferry.common.scheduling.sequence import Sequence, Status
-from kvferry.common.scheduling.step_builder import Batch
+from kvferry.common.scheduling.sequence import Sequence, SequenceStatus
+from kvferry.common.scheduling.step_builder import StepBuilder
 from kvferry.common.scheduling.swapping import Swapping
 
 Patched = Callable[..., object]
@@ -13,11 +13,11 @@ Patched = Callable[..., object]
 def free_uncopied(right: Patched) -> Patched:
     """Device blocks are free when the copy is planned."""
 
-    def swap_out(self: Swapping, seq: Sequence, batch: Batch, now: float) -> object:
+    def swap_out(self: Swapping, seq: Sequence, batch: StepBuilder, now: float) -> object:
         done = right(self, seq, batch, now)
         if done:
             self._pool.release(seq.seq_id)
-            self._table.move(seq, Status.SWAPPED)
+            self._table.move(seq, SequenceStatus.SWAPPED)
         return done
 
     return swap_out
@@ -26,7 +26,7 @@ def free_uncopied(right: Patched) -> Patched:
 def other_host_blocks(right: Patched) -> Patched:
     """The copy back reads the neighbours of its host blocks."""
 
-    def swap_in(self: Swapping, seq: Sequence, batch: Batch, keep_free: int) -> object:
+    def swap_in(self: Swapping, seq: Sequence, batch: StepBuilder, keep_free: int) -> object:
         done = right(self, seq, batch, keep_free)
         if done:
             copies = batch.swap_in[-1]
@@ -40,7 +40,7 @@ def other_host_blocks(right: Patched) -> Patched:
 def return_uncopied(right: Patched) -> Patched:
     """Nothing is copied back."""
 
-    def swap_in(self: Swapping, seq: Sequence, batch: Batch, keep_free: int) -> object:
+    def swap_in(self: Swapping, seq: Sequence, batch: StepBuilder, keep_free: int) -> object:
         done = right(self, seq, batch, keep_free)
         if done:
             copies = batch.swap_in[-1]

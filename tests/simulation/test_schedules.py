@@ -118,7 +118,7 @@ ENDS = {
     "error UnavailableError",
     "worker died",
 }
-MESSAGES = {"Queued", "Refused gone", "Job again", "Gone given_back", "HandoverFailed no_room", "HelloRefused model"}
+MESSAGES = {"Queued", "Refused gone", "Job again", "Gone preempted", "HandoverFailed no_room", "HelloRefused model"}
 AT_MOST = 800
 """Seeds of all profiles until the rarest has been drawn; 150 are enough as a rule."""
 

@@ -3,13 +3,13 @@
 import random
 
 from kvferry.common.config.protocol import Timers
-from kvferry.common.protocol.messages import Role
+from kvferry.common.protocol.messages import RoleName
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.model import EOS_TOKEN_ID
 from kvferry.ops.simulate.node import NodeSpec
-from kvferry.ops.simulate.worker import Stream, WorkerSpec
+from kvferry.ops.simulate.worker import SimulatedStream, WorkerSpec
 from kvferry.ops.simulate.world import World
 
 TIMERS = Timers(queued_wait_s=1.0)
@@ -18,7 +18,7 @@ SMALL, LARGE = 40, 1000
 """Prompt tokens; the decode node has room for 1,600."""
 
 
-def node(role: Role, num_blocks: int, step_s: float) -> NodeSpec:
+def node(role: RoleName, num_blocks: int, step_s: float) -> NodeSpec:
     return NodeSpec(
         name=role,
         roles=(role,),
@@ -31,12 +31,12 @@ def node(role: Role, num_blocks: int, step_s: float) -> NodeSpec:
 
 
 def test_a_large_request_is_served_under_a_steady_load_of_small_ones():
-    world, rng, small = World(3), random.Random(5), list[Stream]()
+    world, rng, small = World(3), random.Random(5), list[SimulatedStream]()
     world.start_node(node("prefill", 4000, 0.004))
     world.start_node(node("decode", 400, 0.1))
     worker = world.start_worker(WorkerSpec(name="W0", timers=TIMERS))
 
-    def ask(length: int, max_new_tokens: int) -> Stream:
+    def ask(length: int, max_new_tokens: int) -> SimulatedStream:
         prompt = tuple(rng.randrange(3, 60) for _ in range(length))
         sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, seed=1, do_sample=True)
         return world.send_request(worker, prompt, sampling, timeout_s=20.0)

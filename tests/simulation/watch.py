@@ -37,7 +37,7 @@ from kvferry.common.protocol.messages import (
 from kvferry.ops.simulate.kv_receiver import BELOW, OTHER_SLOT
 from kvferry.ops.simulate.node import SimNode
 from kvferry.ops.simulate.process import Process
-from kvferry.ops.simulate.worker import SimWorker, Stream
+from kvferry.ops.simulate.worker import SimulatedStream, SimWorker
 from tests.simulation.checks import Violation
 from tests.simulation.strangers import refused_field
 
@@ -114,7 +114,7 @@ class Watch:
         if not (cancelled or key in self._aborted) or len(self._granted.get(key, ())) < 2:
             raise Violation(f"{process.host}: {reason}")
 
-    def _check_clocks(self, process: Process, stream: Stream, message: Job) -> None:
+    def _check_clocks(self, process: Process, stream: SimulatedStream, message: Job) -> None:
         """Age and deadline go on over all attempts."""
         waited_s = process.loop.now() - stream.sent_at
         wrong = abs(message.waited_ms / 1000 - waited_s) > self.clock_slack_s
@@ -181,7 +181,7 @@ class Watch:
                 self.counts[f"HandoverFailed {reason}{' after Commit' if commit_sent else ''}"] += 1
             case Gone(reason=reason, detail=detail):
                 self.counts[f"Gone {reason} {detail[:30]}".strip()] += 1
-                if reason == "given_back" and isinstance(process, SimNode):
+                if reason == "preempted" and isinstance(process, SimNode):
                     self._given_back(process, message)
             case Refused(reason=reason):
                 self.counts[f"Refused {reason[:30]}"] += 1

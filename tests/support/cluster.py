@@ -21,19 +21,19 @@ from prometheus_client import CollectorRegistry
 from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.cluster.actions import ExitProcess
 from kvferry.common.cluster.node_core import NodeCore
-from kvferry.common.cluster.node_role import Leg
+from kvferry.common.cluster.node_role import NodeRole
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
-from kvferry.common.config.schema import ROLES, KvTransport, Role, RouterConfig
+from kvferry.common.config.schema import NODE_KINDS, KvTransport, NodeKind, RouterConfig
 from kvferry.common.device.base import Device
 from kvferry.common.engine.kv_cache import bytes_per_token
 from kvferry.common.models.load import LoadedModel
-from kvferry.common.node.build import LegContext, NodeBuilder, Surroundings
+from kvferry.common.node.build import NodeBuilder, RoleContext, Surroundings
 from kvferry.common.node.shell import NodeShell
 from kvferry.common.transport.context import TransportContext
-from kvferry.decode_node.node import make_leg as make_decode_leg
-from kvferry.ops.colocated_node import make_legs as make_unsplit_legs
-from kvferry.prefill_node.node import make_leg as make_prefill_leg
+from kvferry.decode_node.node import make_role as make_decode_role
+from kvferry.ops.colocated_node import make_roles as make_unsplit_legs
+from kvferry.prefill_node.node import make_role as make_prefill_role
 from kvferry.router.http.app import (
     AppDependencies,
     create_app,
@@ -49,10 +49,10 @@ from tests.support.timers import PATIENT
 from tests.support.transport import large_frame_sent, num_fds
 
 _numbers = itertools.count()
-_MAKE_LEGS: dict[Role, Callable[[LegContext], tuple[Leg, ...]]] = {
-    "prefill": lambda context: (make_prefill_leg(context),),
-    "decode": lambda context: (make_decode_leg(context),),
-    "unsplit": make_unsplit_legs,
+_MAKE_LEGS: dict[NodeKind, Callable[[RoleContext], tuple[NodeRole, ...]]] = {
+    "prefill": lambda context: (make_prefill_role(context),),
+    "decode": lambda context: (make_decode_role(context),),
+    "colocated": make_unsplit_legs,
 }
 MODEL = "tiny"
 
@@ -63,7 +63,7 @@ class ClusterOptions:
 
     prefill: int = 1
     decode: int = 1
-    unsplit: int = 0
+    colocated: int = 0
     scheme: str = "inproc"
     block_size: int = 4
     num_blocks: int = 256
@@ -87,7 +87,7 @@ class ClusterOptions:
 class NodeThread:
     """One node of the cluster. `kill` ends it without a word to anybody."""
 
-    def __init__(self, name: str, role: Role, shell: NodeShell, pauses: PausePoints) -> None:
+    def __init__(self, name: str, role: NodeKind, shell: NodeShell, pauses: PausePoints) -> None:
         self.name = name
         self.role = role
         self.shell = shell
@@ -155,7 +155,7 @@ class Cluster:
     # -- life
 
     async def start(self) -> None:
-        for role in ROLES:
+        for role in NODE_KINDS:
             for index in range(getattr(self.options, role)):
                 self.add_node(f"{role}-{index}", role)
         settings = ServiceSettings(
@@ -178,7 +178,7 @@ class Cluster:
         await self.service.start()
         await eventually(lambda: self.service.not_ready_reason(MODEL) is None, "the cluster is ready")
 
-    def add_node(self, name: str, role: Role, *, bind: str | None = None) -> NodeThread:
+    def add_node(self, name: str, role: NodeKind, *, bind: str | None = None) -> NodeThread:
         """Start a node; `bind` makes it take a dead one's place."""
         pauses = PausePoints()
         settings = self._settings(name, role, bind)
@@ -232,7 +232,7 @@ class Cluster:
                 raise AssertionError(f"did not happen within {PATIENCE_S} s: {node.name} {what}: {story}")
             await asyncio.sleep(POLL_S)
 
-    def _settings(self, name: str, role: Role, bind: str | None) -> NodeSettings:
+    def _settings(self, name: str, role: NodeKind, bind: str | None) -> NodeSettings:
         options = self.options
         address = {
             "inproc": f"inproc://{{}}-{self._number}-{name}-{len(self.dead)}",
@@ -308,8 +308,8 @@ def tokens_of(events: list[dict[str, Any]]) -> list[int]:
 
 
 def _story(core: NodeCore) -> str:
-    legs = [getattr(leg, "jobs", None) or getattr(leg, "entries", None) for leg in core.legs]
-    return f"legs {legs}, scheduler {core.scheduler.load()}"
+    roles = [getattr(role, "jobs", None) or getattr(role, "entries", None) for role in core.roles]
+    return f"roles {roles}, scheduler {core.scheduler.load()}"
 
 
 @contextlib.asynccontextmanager

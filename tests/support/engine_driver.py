@@ -17,7 +17,7 @@ from kvferry.common.engine.sampler import Sampler
 from kvferry.common.models.load import LoadedModel
 from kvferry.common.parallel.collectives import ALONE, Collectives
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepBatch, StepResult
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
@@ -89,9 +89,9 @@ class EngineDriver:
 
     def finish(self, sequence: Sequence) -> None:
         self._finished.append(sequence.seq_id)
-        self.let_go(sequence)
+        self.release(sequence)
 
-    def let_go(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Its blocks may be anybody's."""
         self._free.extend(sequence.blocks)
         sequence.blocks = []
@@ -115,7 +115,7 @@ class EngineDriver:
                 )
             )
             sequence.computed = end
-        plan = StepPlan(
+        plan = StepBatch(
             next(self._step_ids),
             tuple(scheduled),
             tuple(self._new),

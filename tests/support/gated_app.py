@@ -11,16 +11,16 @@ from pathlib import Path
 from types import FrameType
 
 from kvferry.router.http.exchange import (
+    AsgiSend,
     Receive,
     Scope,
-    Send,
 )
 from tests.support.eventually import POLL_S
 
 DIRECTORY = "GATED_DIR"
 
 
-async def app(scope: Scope, receive: Receive, send: Send) -> None:
+async def app(scope: Scope, receive: Receive, send: AsgiSend) -> None:
     """Answers everything with the worker's pid."""
     if scope["type"] == "lifespan":
         await _live(receive, send)
@@ -31,7 +31,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _live(receive: Receive, send: AsgiSend) -> None:
     directory = Path(os.environ[DIRECTORY])
     await receive()
     server = signal.getsignal(signal.SIGTERM)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.cluster.links import LinkState
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.protocol.messages import Load
+from kvferry.common.protocol.messages import NodeLoad
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.security import Security
 from kvferry.router.service import RouterService, ServiceSettings
@@ -29,7 +29,7 @@ class NodeView:
     """Which Status of which process life this is."""
     steps_done: int
     work_waiting: bool
-    load: Load
+    load: NodeLoad
 
     @property
     def is_idle(self) -> bool:

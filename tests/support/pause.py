@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from kvferry.common.engine.engine_thread import StepRunner
-from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.scheduling.step import StepBatch, StepResult
 from tests.support.eventually import PATIENCE_S
 
 HELD_TOO_LONG_S = 4 * PATIENCE_S
@@ -61,7 +61,7 @@ class _PausableRunner:
         self._runner = runner
         self._points = points
 
-    def execute(self, plan: StepPlan, on_layers_done: Callable[[int], None] | None) -> StepResult:
+    def execute(self, plan: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
         self._points.pass_by("before_step")
         if self._points.fail_with is not None:
             error, self._points.fail_with = self._points.fail_with, None

@@ -1,6 +1,6 @@
 """A prefill node's cores without a cluster: the test speaks for worker, decode nodes, engine and transport.
 
-The node may have a decode leg as well. Every event is followed by a check of all invariants.
+The node may have a decode role as well. Every event is followed by a check of all invariants.
 """
 
 from array import array
@@ -32,22 +32,22 @@ from kvferry.common.cluster.node_core import (
     NodeCore,
     NodeIdentity,
 )
-from kvferry.common.cluster.node_role import Leg
+from kvferry.common.cluster.node_role import NodeRole
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import (
-    Beat,
-    BeatEntry,
     Candidate,
     Committed,
     Envelope,
     Granted,
+    Heartbeat,
     Hello,
     Job,
     Message,
     Reserve,
     Status,
+    WantedRequest,
     Welcome,
 )
 from kvferry.common.protocol.model_info import (
@@ -57,12 +57,12 @@ from kvferry.common.protocol.model_info import (
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
-from kvferry.common.scheduling.step import StepPlan, StepResult
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.common.scheduling.step import StepBatch, StepResult
+from kvferry.decode_node.role import DecodeRole
 from kvferry.prefill_node.decode_links import DecodeLinks
-from kvferry.prefill_node.role import PrefillLeg
+from kvferry.prefill_node.role import PrefillRole
 
-ME, WORKER = Incarnation("1" * 32), Incarnation("4" * 32)
+SELF_ID, WORKER = Incarnation("1" * 32), Incarnation("4" * 32)
 DECODES = (Incarnation("2" * 32), Incarnation("3" * 32))
 LAYERS = 2
 COMPATIBILITY = Compatibility(
@@ -93,7 +93,7 @@ class PrefillBench:
         max_running: int = 8,
         steps_in_flight: int = 4,
         eos_token_ids: frozenset[int] = frozenset(),
-        unsplit: bool = False,
+        colocated: bool = False,
         max_step_tokens: int = 64,
         staging_host: str = "",
     ) -> None:
@@ -106,9 +106,9 @@ class PrefillBench:
             max_steps_in_flight=steps_in_flight,
         )
         self.scheduler = Scheduler(config, self.pool)
-        self.decode = DecodeLeg(self.scheduler, self.timers, self.limits, LAYERS, lambda: self.core.clients)
-        self.leg = PrefillLeg(
-            me=ME,
+        self.decode = DecodeRole(self.scheduler, self.timers, self.limits, LAYERS, lambda: self.core.clients)
+        self.role = PrefillRole(
+            self_id=SELF_ID,
             scheduler=self.scheduler,
             timers=self.timers,
             limits=self.limits,
@@ -118,11 +118,11 @@ class PrefillBench:
             ),
             num_blocks=num_blocks,
             block_size=4,
-            here=self.decode if unsplit else None,
+            here=self.decode if colocated else None,
         )
-        legs: list[Leg] = [self.leg, self.decode] if unsplit else [self.leg]
-        self.core = NodeCore(NodeIdentity(ME, "p", MODEL, COMPATIBILITY), self.timers, self.scheduler, legs)
-        self.steps: list[StepPlan] = []
+        roles: list[NodeRole] = [self.role, self.decode] if colocated else [self.role]
+        self.core = NodeCore(NodeIdentity(SELF_ID, "p", MODEL, COMPATIBILITY), self.timers, self.scheduler, roles)
+        self.steps: list[StepBatch] = []
         self.pieces: list[SendPiece] = []
         self._beat_no = 0
         self.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
@@ -139,18 +139,18 @@ class PrefillBench:
 
     def tell(self, sender: Incarnation, message: Message, now: float) -> list[Action]:
         """A client of the node says something."""
-        return self.handle(Received(Envelope(sender, ME, message)), now)
+        return self.handle(Received(Envelope(sender, SELF_ID, message)), now)
 
     def hear(self, decode: Incarnation, message: Message, now: float) -> list[Action]:
         """A decode node says something."""
-        return self.handle(Received(Envelope(decode, ME, message), f"d{DECODES.index(decode)}"), now)
+        return self.handle(Received(Envelope(decode, SELF_ID, message), f"d{DECODES.index(decode)}"), now)
 
     def tick(self, now: float, *, worker: bool = True) -> list[Action]:
         """Time went by; the worker, unless it is silent, and the decode nodes are heard first."""
         if worker:
             self.core.clients.clients[WORKER].last_heard = now
         for decode in DECODES:
-            if self.leg.decodes.is_up(decode):
+            if self.role.decodes.is_up(decode):
                 self.hear(decode, Status(status_no=int(now * 1000)), now)
         return self.handle(Tick(), now)
 
@@ -162,7 +162,7 @@ class PrefillBench:
         now: float = 0.1,
         *,
         attempt: int = 1,
-        plan_no: int = 1,
+        placement_no: int = 1,
         prompt: int = 6,
         outputs: tuple[int, ...] = (),
         max_new_tokens: int = 4,
@@ -178,7 +178,7 @@ class PrefillBench:
         message = Job(
             request_id=request(number),
             attempt=attempt,
-            plan_no=plan_no,
+            placement_no=placement_no,
             model="m",
             prompt_token_ids=array("I", range(number, number + prompt)),
             output_token_ids=array("I", outputs),
@@ -189,7 +189,7 @@ class PrefillBench:
             times_preempted=times_preempted,
             candidates=tuple(
                 Candidate(incarnation=peer, name=name, endpoint=name)
-                for peer, name in ([(ME, "p")] if here else []) + others
+                for peer, name in ([(SELF_ID, "p")] if here else []) + others
             ),
         )
         return self.tell(WORKER, message, now)
@@ -206,12 +206,12 @@ class PrefillBench:
         """The worker's list: (number, attempt) of what it wants."""
         self._beat_no += 1
         entries = tuple(
-            BeatEntry(
+            WantedRequest(
                 request_id=request(number), attempt=attempt, next_index=next_index, expected=expected, resend=resend
             )
             for number, attempt in wanted
         )
-        return self.tell(WORKER, Beat(beat_no=self._beat_no, as_of=as_of, entries=entries), now)
+        return self.tell(WORKER, Heartbeat(heartbeat_no=self._beat_no, as_of=as_of, entries=entries), now)
 
     # -- decode nodes
 
@@ -219,7 +219,7 @@ class PrefillBench:
         """Both decode nodes are known and up, and have their staging slots there."""
         actions: list[Action] = []
         for index, decode in enumerate(DECODES):
-            self.leg.decodes.links.add(f"d{index}", now)
+            self.role.decodes.links.add(f"d{index}", now)
             welcome = Welcome(
                 name=f"d{index}",
                 roles=("decode",),

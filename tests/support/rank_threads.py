@@ -18,7 +18,7 @@ from kvferry.common.parallel.collectives import GroupCollectives
 from kvferry.common.parallel.group import join_store, meet, open_store
 from kvferry.common.parallel.shard import Shard
 from kvferry.common.ranks.runner import LeadRunner, SilentSampler
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 from tests.support.engine_driver import EngineDriver
 
 TIMEOUT = timedelta(seconds=60)
@@ -47,17 +47,17 @@ def rank_driver(
     """A driver of rank 0; the other ranks follow it, each in a thread, and end with the block."""
     device = device or CpuDevice(1)
     first, *others = ranks
-    plans: list[queue.SimpleQueue[StepPlan | None]] = [queue.SimpleQueue() for _ in others]
+    plans: list[queue.SimpleQueue[StepBatch | None]] = [queue.SimpleQueue() for _ in others]
     driver = EngineDriver(first, device, blocks, block_size)
 
-    def follow(loaded: LoadedModel, own: "queue.SimpleQueue[StepPlan | None]") -> None:
+    def follow(loaded: LoadedModel, own: "queue.SimpleQueue[StepBatch | None]") -> None:
         device.activate_thread()
         cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
         runner = ModelRunner(loaded.model, cache, SilentSampler(), device)
         while (plan := own.get()) is not None:
             assert runner.execute(plan).sampled == {}
 
-    def pass_on(plan: StepPlan) -> None:
+    def pass_on(plan: StepBatch) -> None:
         for own in plans:
             own.put(plan)
 

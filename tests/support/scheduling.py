@@ -15,8 +15,8 @@ from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.events import SchedulerEvent
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import Mode, SchedulerConfig, SequenceSpec
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from kvferry.common.scheduling.tokens_in_flight import Drawn
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
+from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 
 VOCAB = 40
 
@@ -65,7 +65,7 @@ class FakeRunner:
         self.host_slots: dict[int, int] = {}
         self.known: dict[int, array[int]] = {}
         self.ever_known: set[int] = set()
-        self.drawn = Drawn()
+        self.drawn = TokensInFlight()
 
     def slot(self, table: tuple[int, ...], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
@@ -78,7 +78,7 @@ class FakeRunner:
     def read(self, table: tuple[int, ...], end: int) -> "array[int]":
         return ids(self.slots[self.slot(table, position)] for position in range(end))
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepBatch) -> StepResult:
         """Compute a step as if all of it happened now."""
         plan = self.drawn.fill(plan)
         self._copy(plan)
@@ -94,7 +94,7 @@ class FakeRunner:
         self.drawn.note(result)
         return result
 
-    def _copy(self, plan: StepPlan) -> None:
+    def _copy(self, plan: StepBatch) -> None:
         for copies in plan.swap_out:
             self._copy_blocks(self.slots, copies.device_blocks, self.host_slots, copies.host_blocks)
         for copies in plan.swap_in:
@@ -147,13 +147,13 @@ class FakeNode:
         self.events: list[SchedulerEvent] = []
         """All so far."""
 
-    def schedule(self, now: float = 0.0, may_start: Callable[[SequenceSpec], bool] | None = None) -> StepPlan | None:
+    def schedule(self, now: float = 0.0, may_start: Callable[[SequenceSpec], bool] | None = None) -> StepBatch | None:
         plan, events = self.scheduler.schedule(now, may_start)
         self.events += events
         self.scheduler.check_invariants()
         return plan
 
-    def finish(self, plan: StepPlan, now: float = 0.0, failed: dict[int, str] | None = None) -> list[SchedulerEvent]:
+    def finish(self, plan: StepBatch, now: float = 0.0, failed: dict[int, str] | None = None) -> list[SchedulerEvent]:
         """Run the step and hand its result in."""
         result = self.runner.run(plan)
         for seq_id in failed or {}:
@@ -163,7 +163,7 @@ class FakeNode:
         self.scheduler.check_invariants()
         return events
 
-    def step(self, now: float = 0.0, may_start: Callable[[SequenceSpec], bool] | None = None) -> StepPlan | None:
+    def step(self, now: float = 0.0, may_start: Callable[[SequenceSpec], bool] | None = None) -> StepBatch | None:
         plan = self.schedule(now, may_start)
         if plan is not None:
             self.finish(plan, now)

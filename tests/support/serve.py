@@ -22,7 +22,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from kvferry.common.base.parent_death_signal import with_parent
+from kvferry.common.base.parent_death_signal import with_death_signal
 from tests.support.eventually import PATIENCE_S
 from tests.support.processes import suspended
 
@@ -31,7 +31,7 @@ START_S = 120.0
 STOP_S = 90.0
 POLL_S = 0.02
 _SHM = Path("/dev/shm")
-_NODE = re.compile(r'(?:prefill|decode|unsplit)\.name="([^"]+)"')
+_NODE = re.compile(r'(?:prefill|decode|colocated)\.name="([^"]+)"')
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ServeOptions:
     """`--set` keys and values, over those of `arguments`."""
     program: tuple[str, ...] = ("kvferry.ops.cli.main",)
     """The module that is run, and words before those of `arguments`."""
-    unsplit: int = 0
+    colocated: int = 0
 
     def arguments(self) -> list[str]:
         """The command line behind `kvferry`."""
@@ -57,7 +57,7 @@ class ServeOptions:
             **self.settings,
         }
         words = ["serve", "--model", str(self.model), "--port", "0", "--dtype", "float32"]
-        words += ["--prefill", str(self.prefill), "--decode", str(self.decode), "--unsplit", str(self.unsplit)]
+        words += ["--prefill", str(self.prefill), "--decode", str(self.decode), "--colocated", str(self.colocated)]
         words += ["--workers", str(self.workers)]
         for key, value in settings.items():
             words += ["--set", f"{key}={value}"]
@@ -78,7 +78,7 @@ class Served:
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.base / "run"), "TMPDIR": str(self.base / "tmp")}
         self.process = subprocess.Popen(
             # Whatever becomes of this process, the cluster does not stay behind.
-            with_parent(signal.SIGTERM, (sys.executable, "-m", *options.program, *options.arguments())),
+            with_death_signal(signal.SIGTERM, (sys.executable, "-m", *options.program, *options.arguments())),
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             env=environment,

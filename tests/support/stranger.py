@@ -7,7 +7,7 @@ from kvferry.common.base.ids import (
     new_incarnation,
 )
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.protocol.messages import Beat, BeatEntry, ClientKind, Envelope, Hello, Message, Welcome
+from kvferry.common.protocol.messages import ClientKind, Envelope, Heartbeat, Hello, Message, WantedRequest, Welcome
 from kvferry.common.protocol.model_info import Compatibility
 from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.context import TransportContext
@@ -47,10 +47,10 @@ class Stranger:
         """Send it, to the life that answered Hello."""
         self._link.send(encode(Envelope(self.incarnation, self.peer, message), Limits()))
 
-    def beat(self, *entries: BeatEntry, last: bool = False) -> None:
+    def beat(self, *entries: WantedRequest, last: bool = False) -> None:
         """Send a list."""
         self._beat_no += 1
-        self.say(Beat(beat_no=self._beat_no, as_of=NUMBER - 1, entries=entries, last=last))
+        self.say(Heartbeat(heartbeat_no=self._beat_no, as_of=NUMBER - 1, entries=entries, last=last))
 
     def listen(self) -> list[Message]:
         """Take in what is there; all that was heard so far."""

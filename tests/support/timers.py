@@ -23,13 +23,13 @@ PATIENT = Timers(
 """Nobody dies here: a machine that is busy with other things shall not look like a death."""
 
 FAST = Timers(
-    beat_s=0.1,
+    heartbeat_s=0.1,
     suspect_s=0.3,
     dead_after_s=0.6,
     client_silent_s=0.8,
     worker_link_s=0.4,
     late_tick_s=0.4,
-    hold_s=1.0,
+    retain_s=1.0,
     new_wait_s=60.0,
 )
 """The protocol's proportions, five times as fast. Who is taken for dead and is not comes back; requests wait for it."""

@@ -10,8 +10,6 @@ from kvferry.common.base.ids import (
 from kvferry.common.protocol.messages import (
     Abort,
     Announce,
-    Beat,
-    BeatEntry,
     Cancel,
     Candidate,
     Commit,
@@ -24,12 +22,12 @@ from kvferry.common.protocol.messages import (
     Granted,
     HandedOver,
     HandoverFailed,
+    Heartbeat,
     Hello,
     HelloRefused,
     Job,
-    Load,
     Message,
-    OtherLife,
+    NodeLoad,
     Piece,
     Queued,
     Refused,
@@ -38,7 +36,9 @@ from kvferry.common.protocol.messages import (
     Status,
     Tokens,
     TokensEntry,
+    WantedRequest,
     Welcome,
+    WrongIncarnation,
 )
 from kvferry.common.protocol.model_info import (
     Compatibility,
@@ -82,7 +82,7 @@ MODEL = ModelInfo(
     default_do_sample=True,
     tokenizer_path="models/smol/tokenizer.json",
 )
-LOAD = Load(
+LOAD = NodeLoad(
     waiting_requests=1,
     waiting_tokens=2,
     running_requests=3,
@@ -110,13 +110,13 @@ SAMPLES: tuple[Message, ...] = (
         transports=("zmq", "shm"),
     ),
     HelloRefused(reason="block_size: 16 != 32"),
-    OtherLife(),
-    Beat(
-        beat_no=17,
+    WrongIncarnation(),
+    Heartbeat(
+        heartbeat_no=17,
         as_of=12,
         entries=(
-            BeatEntry(request_id=REQUEST, attempt=2, next_index=5, expected=True, resend=True, generation=3),
-            BeatEntry(request_id=RequestId("ff" * 16), attempt=1, next_index=0, expected=False),
+            WantedRequest(request_id=REQUEST, attempt=2, next_index=5, expected=True, resend=True, generation=3),
+            WantedRequest(request_id=RequestId("ff" * 16), attempt=1, next_index=0, expected=False),
         ),
         last=True,
     ),
@@ -124,7 +124,7 @@ SAMPLES: tuple[Message, ...] = (
     Job(
         request_id=REQUEST,
         attempt=2,
-        plan_no=12,
+        placement_no=12,
         model="smol",
         prompt_token_ids=IDS,
         output_token_ids=MORE_IDS,
@@ -136,7 +136,7 @@ SAMPLES: tuple[Message, ...] = (
         trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
     Cancel(request_id=REQUEST, attempt=2, reason="client_gone"),
-    Gone(request_id=REQUEST, attempt=2, reason="given_back", detail="drain"),
+    Gone(request_id=REQUEST, attempt=2, reason="preempted", detail="drain"),
     FirstToken(request_id=REQUEST, attempt=2, index=1, token_id=198, finish="stop", cached_tokens=32),
     HandedOver(request_id=REQUEST, attempt=2, decode=RECEIVER),
     HandoverFailed(
@@ -145,7 +145,7 @@ SAMPLES: tuple[Message, ...] = (
     Reserve(
         key=KEY,
         transfer_no=8,
-        plan_no=12,
+        placement_no=12,
         worker=WORKER,
         prompt_token_ids=IDS,
         output_token_ids=MORE_IDS,

@@ -74,7 +74,7 @@ def test_a_number_that_nobody_counts_to_is_refused(place: tuple[str, Path], valu
         ("Piece", ("token_end",), 2**31 - 1),
         ("Piece", ("checksum",), 2**32 - 1),
         ("Job", ("sampling", "seed"), 2**64 - 1),
-        ("Beat", ("as_of",), 2**53),
+        ("Heartbeat", ("as_of",), 2**53),
     ],
 )
 def test_the_largest_of_each_range_is_taken(name: str, path: Path, most: int):

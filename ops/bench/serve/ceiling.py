@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from kvferry.common.base.python_command import python_command
-from kvferry.ops.bench.serve.load import Load
+from kvferry.ops.bench.serve.load import RequestLoad
 from kvferry.ops.bench.serve.run import (
     ServeBench,
     measure,
@@ -38,7 +38,7 @@ def main() -> int:
         try:
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
             for streams in args.streams:
-                load = Load(2 * streams, 8, _TOKENS, streams, None, 1, 1000)
+                load = RequestLoad(2 * streams, 8, _TOKENS, streams, None, 1, 1000)
                 report = asyncio.run(measure(ServeBench(url, "m", "infer", load, 1, 600.0), lambda _: None))
                 cpu_s = report.client.cpu_share * report.duration_s / report.output_tokens
                 sys.stdout.write(

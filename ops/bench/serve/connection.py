@@ -17,7 +17,7 @@ class CutOffError(Exception):
     """The connection ended before the answer did."""
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """Sends one request at a time. Use `open`; `close` it in the end."""
 
     def __init__(self, target: Target) -> None:
@@ -29,7 +29,7 @@ class Connection(asyncio.Protocol):
         self._lost = False
 
     @classmethod
-    async def open(cls, target: Target) -> "Connection":
+    async def open(cls, target: Target) -> "HttpConnection":
         """OSError when nobody listens."""
         context = ssl.create_default_context() if target.tls else None
         _, connection = await asyncio.get_running_loop().create_connection(

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import orjson
 
-from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.pluralize import pluralize
 
 CountedBy = Literal["ids", "usage", "events"]
 
@@ -75,7 +75,7 @@ class InferDialect:
         if not isinstance(ids, list):
             raise EventError("garbage", f"an event without token_ids: {data[:80]!r}")
         if event.get("index") != progress.tokens:
-            raise EventError("wrong_index", f"index {event.get('index')} after {counted(progress.tokens, 'token')}")
+            raise EventError("wrong_index", f"index {event.get('index')} after {pluralize(progress.tokens, 'token')}")
         progress.tokens += len(ids)
         progress.finished = "finish_reason" in event
         return len(ids)

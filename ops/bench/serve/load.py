@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvferry.ops.bench.serve.request import Outcome, Requester
+from kvferry.ops.bench.serve.request import Requester, RequestOutcome
 
-OnEnd = Callable[[Outcome], object]
+OnEnd = Callable[[RequestOutcome], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestLoad:
     """What is asked for."""
 
     requests: int
@@ -28,13 +28,13 @@ class Load:
     vocab_size: int
 
 
-def prompts(load: Load, count: int, salt: str) -> list[list[int]]:
+def prompts(load: RequestLoad, count: int, salt: str) -> list[list[int]]:
     """Random ids below the vocabulary's size: the same for the same seed and salt, no two with a common beginning."""
     draw = random.Random(f"{load.seed} {salt}")
     return [[draw.randrange(load.vocab_size) for _ in range(load.input_len)] for _ in range(count)]
 
 
-def arrival_times(load: Load, count: int) -> list[float]:
+def arrival_times(load: RequestLoad, count: int) -> list[float]:
     """Seconds from the start at which each request of an open loop is due."""
     assert load.rate is not None
     draw = random.Random(f"{load.seed} arrivals")
@@ -45,11 +45,13 @@ def arrival_times(load: Load, count: int) -> list[float]:
     return times
 
 
-async def run_load(requester: Requester, load: Load, bodies: Sequence[bytes], on_end: OnEnd) -> list[Outcome]:
+async def run_load(
+    requester: Requester, load: RequestLoad, bodies: Sequence[bytes], on_end: OnEnd
+) -> list[RequestOutcome]:
     """Send all bodies; outcomes in the order in which they ended."""
-    outcomes: list[Outcome] = []
+    outcomes: list[RequestOutcome] = []
 
-    def ended(outcome: Outcome) -> None:
+    def ended(outcome: RequestOutcome) -> None:
         outcomes.append(outcome)
         on_end(outcome)
 

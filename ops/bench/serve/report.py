@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from kvferry.ops.bench.serve.load import Load
-from kvferry.ops.bench.serve.request import Outcome
-from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.bench.serve.load import RequestLoad
+from kvferry.ops.bench.serve.request import RequestOutcome
+from kvferry.ops.cli.pluralize import pluralize
 
 _MS = 1000.0
 
@@ -79,7 +79,7 @@ class Frame(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
-def make_report(frame: Frame, load: Load, outcomes: Sequence[Outcome]) -> ServeReport:
+def make_report(frame: Frame, load: RequestLoad, outcomes: Sequence[RequestOutcome]) -> ServeReport:
     """Figures of at least one outcome. Only whole answers count for times and tokens."""
     whole = [outcome for outcome in outcomes if not outcome.error]
     # From the first that was due, not from a start that nobody waited at.
@@ -123,21 +123,21 @@ def make_report(frame: Frame, load: Load, outcomes: Sequence[Outcome]) -> ServeR
     )
 
 
-def first_gap(outcome: Outcome) -> float | None:
+def first_gap(outcome: RequestOutcome) -> float | None:
     """Seconds from the first to the second token; None when they came together, so that nobody could see it."""
     if len(outcome.arrivals) < 2 or outcome.arrivals[0][1] > 1:
         return None
     return outcome.arrivals[1][0] - outcome.arrivals[0][0]
 
 
-def token_gaps(outcome: Outcome) -> Iterator[float]:
+def token_gaps(outcome: RequestOutcome) -> Iterator[float]:
     """Seconds before each token after those of the first arrival; of several that come together, the first waited."""
     for (before, _), (now, count) in zip(outcome.arrivals, outcome.arrivals[1:], strict=False):
         yield now - before
         yield from [0.0] * (count - 1)
 
 
-def mean_gap(outcome: Outcome) -> float | None:
+def mean_gap(outcome: RequestOutcome) -> float | None:
     """Seconds a token after the first arrival's: the time between first and last arrival over what came in it."""
     if len(outcome.arrivals) < 2:
         return None
@@ -157,13 +157,13 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 def table(report: ServeReport) -> Iterator[str]:
     """Lines for people."""
     how = f"{report.concurrency} at once" if report.concurrency is not None else f"{report.rate:g} requests/s, Poisson"
-    sizes = f"{counted(report.input_len, 'token')} in, {report.output_len} out"
+    sizes = f"{pluralize(report.input_len, 'token')} in, {report.output_len} out"
     yield f"{report.model} at {report.url} ({report.api}): {sizes}, {how}"
     yield f"requests  {report.completed} whole, {report.failed} failed in {report.duration_s:.2f} s"
     for kind, count in report.errors.items():
         yield f"          {count} {kind}"
     if report.short:
-        yield f"          {report.short} ended before {counted(report.output_len, 'token')}"
+        yield f"          {report.short} ended before {pluralize(report.output_len, 'token')}"
     yield f"output    {report.output_tok_s:.1f} tokens/s, {report.request_s:.2f} requests/s"
     yield f"{'ms':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
     rows = {
@@ -178,7 +178,7 @@ def table(report: ServeReport) -> Iterator[str]:
             values = (times.mean, times.p50, times.p90, times.p99, times.max)
             yield f"{name:<22}" + "".join(f"{value:>10.1f}" for value in values)
     if report.first_gap_hidden:
-        yield f"{counted(report.first_gap_hidden, 'request')}: first and second token came together"
+        yield f"{pluralize(report.first_gap_hidden, 'request')}: first and second token came together"
     if report.tokens_counted_by not in ("ids", ""):
         yield f"tokens counted by {report.tokens_counted_by}; {report.tokens_per_arrival:g} an arrival"
     yield f"client    {report.client.cpu_share:.0%} of a core, at most {report.client.late_ms_max:.1f} ms late"

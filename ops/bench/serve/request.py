@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from kvferry.ops.bench.serve.connection import Connection, CutOffError
+from kvferry.ops.bench.serve.connection import CutOffError, HttpConnection
 from kvferry.ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
 from kvferry.ops.bench.serve.response import EventSplitter, MalformedAnswerError
-from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.pluralize import pluralize
 from kvferry.ops.cli.target import (
     Target,
     why_unreachable,
@@ -18,7 +18,7 @@ _OK = 200
 
 
 @dataclass(slots=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request. Times are seconds of the monotonic clock."""
 
     due: float
@@ -43,13 +43,13 @@ class Requester:
         self._target = target
         self._dialect = dialect
         self._timeout_s = timeout_s
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
-    async def send(self, body: bytes, due: float) -> Outcome:
+    async def send(self, body: bytes, due: float) -> RequestOutcome:
         """One request. Never raises for what the server does."""
         clock = asyncio.get_running_loop().time
-        outcome = Outcome(due, sent=clock())
-        connection: Connection | None = None
+        outcome = RequestOutcome(due, sent=clock())
+        connection: HttpConnection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await self._connection()
@@ -66,7 +66,7 @@ class Requester:
             _fail(outcome, "connect", why_unreachable(error))
         finally:
             outcome.ended = clock()
-            self._give_back(connection)
+            self._preempt(connection)
         return outcome
 
     def close(self) -> None:
@@ -75,15 +75,15 @@ class Requester:
             connection.close()
         self._idle.clear()
 
-    async def _connection(self) -> Connection:
+    async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.can_go_on:
                 return connection
             connection.close()
-        return await Connection.open(self._target)
+        return await HttpConnection.open(self._target)
 
-    def _give_back(self, connection: Connection | None) -> None:
+    def _preempt(self, connection: HttpConnection | None) -> None:
         if connection is None:
             return
         if connection.can_go_on:
@@ -91,7 +91,7 @@ class Requester:
         else:
             connection.close()
 
-    async def _ask(self, connection: Connection, body: bytes, outcome: Outcome) -> None:
+    async def _ask(self, connection: HttpConnection, body: bytes, outcome: RequestOutcome) -> None:
         stream = _Stream(self._dialect, outcome)
         status = await connection.ask("POST", self._dialect.path, body, "text/event-stream", stream.on_body)
         if status != _OK:
@@ -103,14 +103,14 @@ class Requester:
         outcome.tokens = progress.tokens if progress.total is None else progress.total
         if not progress.finished:
             raise EventError(
-                "cut_off", f"the stream ended after {counted(progress.tokens, 'token')} without saying why"
+                "cut_off", f"the stream ended after {pluralize(progress.tokens, 'token')} without saying why"
             )
 
 
 class _Stream:
     """The body of one answer on its way to an outcome."""
 
-    def __init__(self, dialect: Dialect, outcome: Outcome) -> None:
+    def __init__(self, dialect: Dialect, outcome: RequestOutcome) -> None:
         self.progress = Progress()
         self.error: EventError | None = None
         self.raw = b""
@@ -134,7 +134,7 @@ class _Stream:
                 self._arrivals.append((now, new))
 
 
-def _fail(outcome: Outcome, kind: str, detail: str) -> None:
+def _fail(outcome: RequestOutcome, kind: str, detail: str) -> None:
     outcome.error, outcome.detail = kind, detail
 
 

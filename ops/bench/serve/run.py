@@ -15,13 +15,13 @@ from kvferry.common.base.errors import (
     ConfigError,
     KvferryError,
 )
-from kvferry.ops.bench.serve.connection import Connection, CutOffError
+from kvferry.ops.bench.serve.connection import CutOffError, HttpConnection
 from kvferry.ops.bench.serve.dialect import EXTRAS, Dialect, InferDialect, OpenAiDialect
-from kvferry.ops.bench.serve.load import Load, OnEnd, prompts, run_load
+from kvferry.ops.bench.serve.load import OnEnd, RequestLoad, prompts, run_load
 from kvferry.ops.bench.serve.report import Frame, ServeReport, make_report
 from kvferry.ops.bench.serve.request import Requester, words_of
 from kvferry.ops.bench.serve.response import MalformedAnswerError
-from kvferry.ops.cli.pluralize import counted
+from kvferry.ops.cli.pluralize import pluralize
 from kvferry.ops.cli.target import (
     Target,
     parse_url,
@@ -47,7 +47,7 @@ class ServeBench:
     url: str
     model: str
     api: Api
-    load: Load
+    load: RequestLoad
     """A vocab_size of 0 stands for the server's own."""
     warmup: int
     timeout_s: float
@@ -77,14 +77,14 @@ async def measure(bench: ServeBench, on_end: OnEnd) -> ServeReport:
     finally:
         requester.close()
     if all(outcome.error for outcome in outcomes):
-        all_of_them = f"all {counted(len(outcomes), 'request')}"
+        all_of_them = f"all {pluralize(len(outcomes), 'request')}"
         raise KvferryError(f"{all_of_them} failed, the first: {outcomes[0].detail}")
     # The request that found out what the server speaks was one of the warm-up.
     frame = Frame(bench.url, bench.model, api, bench.warmup + 1, cpu)
     return make_report(frame, load, outcomes)
 
 
-async def _warm_up(requester: Requester, dialect: Dialect, load: Load, count: int) -> None:
+async def _warm_up(requester: Requester, dialect: Dialect, load: RequestLoad, count: int) -> None:
     """Requests of the same kind that are not counted: connections, pools and caches of the code are there then."""
     bodies = [dialect.body(prompt, load.output_len) for prompt in prompts(load, count, "warm-up")]
     await run_load(
@@ -92,7 +92,7 @@ async def _warm_up(requester: Requester, dialect: Dialect, load: Load, count: in
     )
 
 
-async def _working_dialect(target: Target, bench: ServeBench, api: str, load: Load) -> Dialect:
+async def _working_dialect(target: Target, bench: ServeBench, api: str, load: RequestLoad) -> Dialect:
     """The API, with as much beside the plain request as the server takes; found out by a request that works."""
     server_timeout = min(_LONGEST_SERVER_TIMEOUT_S, max(1, round(bench.timeout_s)))
     candidates: list[Dialect] = [InferDialect(bench.model, server_timeout)]
@@ -134,10 +134,10 @@ async def _vocab_size(target: Target, bench: ServeBench) -> int | None:
 
 async def _get(target: Target, path: str, url: str) -> tuple[int, bytes]:
     pieces: list[bytes] = []
-    connection: Connection | None = None
+    connection: HttpConnection | None = None
     try:
         async with asyncio.timeout(_ASK_S):
-            connection = await Connection.open(target)
+            connection = await HttpConnection.open(target)
             status = await connection.ask("GET", path, b"", "application/json", lambda _, data: pieces.append(data))
     except TimeoutError:
         raise KvferryError(f"{url}: no answer within {_ASK_S:g} s") from None

@@ -1,4 +1,4 @@
-"""The decode leg: reservations, ownership, pieces that come damaged or not at all."""
+"""The decode role: reservations, ownership, pieces that come damaged or not at all."""
 
 from array import array
 
@@ -23,68 +23,70 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.protocol.messages import (
     Abort,
-    Beat,
-    BeatEntry,
     Commit,
     CommitRefused,
     Committed,
     Gone,
     Granted,
+    Heartbeat,
     Piece,
     Refused,
     Reserve,
     Tokens,
+    WantedRequest,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 
-ME, PREFILL, WORKER = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
+SELF_ID, PREFILL, WORKER = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 REQUEST = RequestId("a" * 32)
 LAYERS = 2
 
 
 class Bench:
-    """A decode leg with one worker and one prefill node that said Hello."""
+    """A decode role with one worker and one prefill node that said Hello."""
 
     def __init__(self, num_blocks: int = 16) -> None:
         self.clients = ClientTable(Timers())
         self.worker = self.clients.hello(WORKER, "worker", "w", 0.0)
         self.prefill = self.clients.hello(PREFILL, "prefill", "p", 0.0)
         self.pool = BlockPool(num_blocks, 4, "m")
-        self.leg = DecodeLeg(Scheduler(SchedulerConfig(), self.pool), Timers(), Limits(), LAYERS, lambda: self.clients)
+        self.role = DecodeRole(
+            Scheduler(SchedulerConfig(), self.pool), Timers(), Limits(), LAYERS, lambda: self.clients
+        )
         self.list_of_worker(0.0, as_of=0)
 
     def key(self, attempt: int = 1, generation: int = 1, request: RequestId = REQUEST) -> TransferKey:
-        return TransferKey(request, attempt, generation, PREFILL, ME)
+        return TransferKey(request, attempt, generation, PREFILL, SELF_ID)
 
     def list_of_worker(self, now: float, *, as_of: int, attempts: tuple[int, ...] = (), expected: bool = False):
         entries = tuple(
-            BeatEntry(request_id=REQUEST, attempt=attempt, next_index=0, expected=expected) for attempt in attempts
+            WantedRequest(request_id=REQUEST, attempt=attempt, next_index=0, expected=expected) for attempt in attempts
         )
-        self.worker.take(Beat(beat_no=self.worker.beat_no + 1, as_of=as_of, entries=entries), now)
-        return self.done(self.leg.on_list(self.worker, now), now)
+        self.worker.take(Heartbeat(heartbeat_no=self.worker.heartbeat_no + 1, as_of=as_of, entries=entries), now)
+        return self.done(self.role.on_heartbeat(self.worker, now), now)
 
     def reserve(
         self,
         now: float = 0.1,
         *,
-        plan_no: int = 1,
+        placement_no: int = 1,
         key: TransferKey | None = None,
         priority: int = 3,
         staged: bool = False,
     ):
-        message = self.message(key or self.key(), plan_no=plan_no, priority=priority, staged=staged)
-        return self.done(self.leg.on_message(self.prefill, message, now), now)
+        message = self.message(key or self.key(), placement_no=placement_no, priority=priority, staged=staged)
+        return self.done(self.role.on_message(self.prefill, message, now), now)
 
     def message(
-        self, key: TransferKey, *, plan_no: int = 1, prompt: int = 6, priority: int = 3, staged: bool = False
+        self, key: TransferKey, *, placement_no: int = 1, prompt: int = 6, priority: int = 3, staged: bool = False
     ) -> Reserve:
         return Reserve(
             key=key,
             transfer_no=1,
-            plan_no=plan_no,
+            placement_no=placement_no,
             worker=WORKER,
             prompt_token_ids=array("I", range(10, 10 + prompt)),
             output_token_ids=array("I"),
@@ -107,7 +109,7 @@ class Bench:
             token_index=0,
             waiting=waiting,
         )
-        return self.done(self.leg.on_message(self.prefill, message, now), now)
+        return self.done(self.role.on_message(self.prefill, message, now), now)
 
     def piece(self, number: int) -> Piece:
         return Piece(
@@ -121,15 +123,15 @@ class Bench:
         )
 
     def arrives(self, number: int, now: float = 0.3):
-        return self.done(self.leg.on_event(PieceArrived(self.piece(number)), now), now)
+        return self.done(self.role.on_event(PieceArrived(self.piece(number)), now), now)
 
     def damaged(self, number: int, now: float = 0.3):
-        return self.done(self.leg.on_event(PieceBad(self.key(), number, "checksum"), now), now)
+        return self.done(self.role.on_event(PieceBad(self.key(), number, "checksum"), now), now)
 
     def done(self, actions, now: float):
-        actions = [*actions, *self.leg.flush(now)]
-        self.leg.check_invariants()
-        self.leg.scheduler.check_invariants()
+        actions = [*actions, *self.role.flush(now)]
+        self.role.check_invariants()
+        self.role.scheduler.check_invariants()
         return actions
 
 
@@ -186,9 +188,9 @@ def test_pieces_that_do_not_come_are_asked_for_once_then_the_request_is_lost(ben
     bench.reserve()
     bench.commit(0.2)
     bench.arrives(0, 0.3)
-    assert bench.leg.tick(5.2) == []
-    assert said(bench.leg.tick(5.4), Committed)[0].missing == (1,)
-    assert said(bench.done(bench.leg.tick(10.5), 10.5), Gone)[0].reason == "lost"
+    assert bench.role.tick(5.2) == []
+    assert said(bench.role.tick(5.4), Committed)[0].missing == (1,)
+    assert said(bench.done(bench.role.tick(10.5), 10.5), Gone)[0].reason == "lost"
 
 
 def test_pieces_that_wait_at_the_sender_are_waited_for_as_long_as_it_says_so(bench):
@@ -196,12 +198,12 @@ def test_pieces_that_wait_at_the_sender_are_waited_for_as_long_as_it_says_so(ben
     bench.commit(0.2)
     bench.arrives(0, 0.3)
     for began in (0.3, 5.4, 10.5):
-        assert bench.leg.tick(began + 4.9) == []
-        assert said(bench.leg.tick(began + 5.1), Committed)[0].missing == (1,)
+        assert bench.role.tick(began + 4.9) == []
+        assert said(bench.role.tick(began + 5.1), Committed)[0].missing == (1,)
         assert said(bench.commit(began + 5.1, waiting=(1,)), Committed) == [Committed(key=bench.key(), complete=False)]
-    assert said(bench.leg.tick(20.8), Committed)[0].missing == (1,)
+    assert said(bench.role.tick(20.8), Committed)[0].missing == (1,)
     assert said(bench.commit(20.8), Gone) == []  # an old copy of the Commit says nothing of what waits
-    assert said(bench.done(bench.leg.tick(26.0), 26.0), Gone)[0].reason == "lost"
+    assert said(bench.done(bench.role.tick(26.0), 26.0), Gone)[0].reason == "lost"
 
 
 def test_pieces_are_not_asked_of_a_sender_that_is_gone(bench):
@@ -210,9 +212,9 @@ def test_pieces_are_not_asked_of_a_sender_that_is_gone(bench):
     bench.commit(0.2)
     bench.arrives(0, 0.3)
     bench.clients.remove(PREFILL)
-    assert bench.leg.on_client_lost(bench.prefill, 3.2) == []
-    assert bench.leg.tick(3.2) == []
-    assert said(bench.done(bench.leg.tick(3.4), 3.4), Gone)[0].reason == "lost"
+    assert bench.role.on_client_lost(bench.prefill, 3.2) == []
+    assert bench.role.tick(3.2) == []
+    assert said(bench.done(bench.role.tick(3.4), 3.4), Gone)[0].reason == "lost"
     assert bench.pool.num_held == 0
 
 
@@ -222,7 +224,7 @@ def test_a_piece_on_its_way_counts_although_its_sender_is_gone(bench):
     bench.commit(0.2)
     bench.clients.remove(PREFILL)
     bench.arrives(0, 3.1)
-    assert bench.leg.tick(6.0) == []
+    assert bench.role.tick(6.0) == []
     assert said(bench.arrives(1, 6.0), Tokens)
 
 
@@ -238,24 +240,24 @@ def test_abort_never_touches_a_committed_request(bench):
     """Rule 16."""
     bench.reserve()
     bench.commit()
-    assert bench.leg.on_message(bench.prefill, Abort(key=bench.key()), 0.3) == []
+    assert bench.role.on_message(bench.prefill, Abort(key=bench.key()), 0.3) == []
     assert bench.pool.num_held == 2
 
 
 def test_abort_gives_a_reservation_back(bench):
     bench.reserve()
-    actions = bench.done(bench.leg.on_message(bench.prefill, Abort(key=bench.key()), 0.3), 0.3)
+    actions = bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key()), 0.3), 0.3)
     assert actions == [ForgetPieces(bench.key())]
     assert bench.pool.num_held == 0
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
     assert said(bench.commit(0.4), CommitRefused)
 
 
 def test_a_late_reserve_of_a_plan_that_is_over_is_refused(bench):
     """Rule 13: no tombstones are kept, the list is newer and does not have it."""
     bench.list_of_worker(0.1, as_of=7)
-    assert said(bench.reserve(0.2, plan_no=7), Refused) == [Refused(key=bench.key(), reason="gone")]
-    assert said(bench.reserve(0.3, plan_no=8), Granted)
+    assert said(bench.reserve(0.2, placement_no=7), Refused) == [Refused(key=bench.key(), reason="gone")]
+    assert said(bench.reserve(0.3, placement_no=8), Granted)
 
 
 def test_a_worker_that_is_not_heard_gets_no_reservation(bench):
@@ -267,11 +269,11 @@ def test_a_committed_request_goes_with_the_workers_list_only(bench):
     """Rule 16."""
     bench.reserve()
     bench.commit()
-    bench.prefill.take(Beat(beat_no=1, as_of=99), 0.3)
-    assert bench.done(bench.leg.on_list(bench.prefill, 0.3), 0.3) == []
+    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=99), 0.3)
+    assert bench.done(bench.role.on_heartbeat(bench.prefill, 0.3), 0.3) == []
     assert bench.list_of_worker(0.4, as_of=1, attempts=(1,)) == []
     assert bench.list_of_worker(0.5, as_of=1) == [ForgetPieces(bench.key())]
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_a_newer_reserve_of_the_attempt_replaces_the_older_one(bench):
@@ -291,4 +293,4 @@ def test_what_was_lost_is_told_until_the_list_has_it_no_more(bench):
     assert said(bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Gone)[0].reason == "lost"
     assert said(bench.list_of_worker(1.0, as_of=1, attempts=(1,), expected=True), Gone)
     bench.list_of_worker(1.5, as_of=2)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()

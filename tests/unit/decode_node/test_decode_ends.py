@@ -1,4 +1,4 @@
-"""The decode leg: how requests wait for room, run, end, and are told of again."""
+"""The decode role: how requests wait for room, run, end, and are told of again."""
 
 import pytest
 from msgspec.structs import replace
@@ -14,13 +14,13 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import (
     Abort,
-    Beat,
     Cancel,
     Commit,
     CommitRefused,
     Committed,
     Gone,
     Granted,
+    Heartbeat,
     Queued,
     Refused,
     Revoke,
@@ -28,11 +28,10 @@ from kvferry.common.protocol.messages import (
     Tokens,
 )
 from kvferry.common.scheduling.scheduler import Scheduler
-from kvferry.common.scheduling.sequence import SchedulerConfig
-from kvferry.common.scheduling.sequence import Status as SequenceStatus
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
 from kvferry.common.scheduling.step import StepResult
 from kvferry.decode_node.receive_table import ReceiveState
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from tests.unit.decode_node.test_decode import LAYERS, REQUEST, WORKER, Bench, said
 
 OTHERS = tuple(RequestId(f"{number:032x}") for number in range(9))
@@ -51,7 +50,7 @@ def make_bench(
 ) -> Bench:
     bench = Bench(num_blocks)
     scheduler = Scheduler(config or SchedulerConfig(), bench.pool, host)
-    bench.leg = DecodeLeg(scheduler, Timers(), limits or Limits(), LAYERS, lambda: bench.clients)
+    bench.role = DecodeRole(scheduler, Timers(), limits or Limits(), LAYERS, lambda: bench.clients)
     return bench
 
 
@@ -65,13 +64,13 @@ def run(bench: Bench, now: float = 0.2) -> None:
 
 def step(bench: Bench, now: float, token: int = 7, failed: str = ""):
     """One step of the engine for all that run."""
-    plan, events = bench.leg.scheduler.schedule(now)
+    plan, events = bench.role.scheduler.schedule(now)
     assert plan is not None
     ids = [part.seq_id for part in plan.scheduled]
     sampled, failures = ({}, dict.fromkeys(ids, failed)) if failed else (dict.fromkeys(ids, token), {})
     result = StepResult(plan.step_id, sampled, failures)
-    events = [*events, *bench.leg.scheduler.apply(result, now)]
-    return bench.done([action for event in events for action in bench.leg.on_scheduler(event, now)], now)
+    events = [*events, *bench.role.scheduler.apply(result, now)]
+    return bench.done([action for event in events for action in bench.role.on_scheduler(event, now)], now)
 
 
 def spoken(actions):
@@ -79,7 +78,7 @@ def spoken(actions):
 
 
 def entry_of(bench: Bench):
-    return next(iter(bench.leg.entries))
+    return next(iter(bench.role.entries))
 
 
 # -- room
@@ -92,19 +91,19 @@ def test_what_finds_no_room_is_queued_and_granted_in_its_turn():
     assert said(bench.reserve(0.2, key=second), Queued) == [Queued(key=second)]
     assert said(bench.reserve(0.3, key=third), Queued) == [Queued(key=third)]
     assert said(bench.reserve(0.4, key=second), Queued) == [Queued(key=second)]  # asked again, answered again
-    freed = bench.done(bench.leg.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.5), 0.5)
+    freed = bench.done(bench.role.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.5), 0.5)
     assert [granted.key for granted in said(freed, Granted)] == [second]
 
 
 @pytest.mark.parametrize(("asked_at", "first"), [(5.0, OTHERS[2]), (25.0, OTHERS[1])])
 def test_the_better_class_goes_first_until_the_other_has_waited_long(asked_at, first):
-    """Rule 17 on this leg: class, raised by waiting, then age; and nobody overtakes the head."""
+    """Rule 17 on this role: class, raised by waiting, then age; and nobody overtakes the head."""
     bench = make_bench(num_blocks=4)
     bench.reserve(priority=1)
     bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
     bench.list_of_worker(asked_at, as_of=0)
     bench.reserve(asked_at, key=bench.key(request=OTHERS[2]), priority=1)
-    freed = bench.done(bench.leg.on_message(bench.prefill, Abort(key=bench.key()), asked_at), asked_at)
+    freed = bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key()), asked_at), asked_at)
     assert [granted.key.request_id for granted in said(freed, Granted)] == [first]
 
 
@@ -118,7 +117,7 @@ def test_more_than_a_few_do_not_wait():
 def test_what_could_never_fit_is_refused_at_once():
     bench = make_bench(num_blocks=1)
     assert "KV blocks" in said(bench.reserve(), Refused)[0].reason
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_a_reserve_that_is_asked_again_is_granted_again_once_reserved(bench):
@@ -135,27 +134,27 @@ def test_an_old_copy_of_a_reserve_changes_nothing_after_the_commit(bench):
 
 def test_a_reserve_that_the_prefill_nodes_list_no_longer_has_is_refused(bench):
     """Rules 13 and 16: both lists keep a reservation."""
-    bench.prefill.take(Beat(beat_no=1, as_of=1), 0.1)
+    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=1), 0.1)
     assert said(bench.reserve(0.2), Refused)[0].reason == "gone"
 
 
 def test_a_reservation_goes_with_either_list(bench):
     """Rule 16."""
     bench.reserve()
-    bench.prefill.take(Beat(beat_no=1, as_of=1), 0.2)
-    assert bench.done(bench.leg.on_list(bench.prefill, 0.2), 0.2) == [ForgetPieces(bench.key())]
-    assert bench.leg.is_quiescent()
+    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=1), 0.2)
+    assert bench.done(bench.role.on_heartbeat(bench.prefill, 0.2), 0.2) == [ForgetPieces(bench.key())]
+    assert bench.role.is_quiescent()
     other = Bench()
     other.reserve()
     assert other.list_of_worker(0.2, as_of=1) == [ForgetPieces(bench.key())]
-    assert other.leg.is_quiescent()
+    assert other.role.is_quiescent()
 
 
 def test_a_drain_takes_back_what_is_not_committed_and_refuses_more(bench):
     """Rules 28 and 37."""
     run(bench)
     bench.reserve(0.3, key=bench.key(request=OTHERS[1]))
-    actions = bench.done(bench.leg.drain(0.4), 0.4)
+    actions = bench.done(bench.role.drain(0.4), 0.4)
     assert said(actions, Revoke) == [Revoke(key=bench.key(request=OTHERS[1]), reason="draining")]
     assert entry_of(bench).state is ReceiveState.RUNNING
     assert said(bench.reserve(0.5, key=bench.key(request=OTHERS[2])), Refused)[0].reason == "draining"
@@ -163,21 +162,23 @@ def test_a_drain_takes_back_what_is_not_committed_and_refuses_more(bench):
 
 def test_what_the_drain_does_not_finish_is_given_back(bench):
     run(bench)
-    actions = bench.done(bench.leg.give_back_all(0.4), 0.4)
-    assert [gone.reason for gone in said(actions, Gone)] == ["given_back"]
+    actions = bench.done(bench.role.preempt_all(0.4), 0.4)
+    assert [gone.reason for gone in said(actions, Gone)] == ["preempted"]
     assert bench.pool.num_held == 0
     again = bench.list_of_worker(0.9, as_of=1, attempts=(1,), expected=True)
-    assert [gone.reason for gone in said(again, Gone)] == ["given_back"]
+    assert [gone.reason for gone in said(again, Gone)] == ["preempted"]
 
 
 def test_a_lost_prefill_node_leaves_no_reservation_but_what_is_owned_stays(bench):
     """Rules 15 and 16."""
     run(bench)
     bench.reserve(0.3, key=bench.key(request=OTHERS[1]))
-    assert bench.done(bench.leg.on_client_lost(bench.prefill, 0.4), 0.4) == [ForgetPieces(bench.key(request=OTHERS[1]))]
+    assert bench.done(bench.role.on_client_lost(bench.prefill, 0.4), 0.4) == [
+        ForgetPieces(bench.key(request=OTHERS[1]))
+    ]
     assert entry_of(bench).state is ReceiveState.RUNNING
-    bench.done(bench.leg.on_client_lost(bench.worker, 0.5), 0.5)
-    assert bench.leg.is_quiescent()
+    bench.done(bench.role.on_client_lost(bench.worker, 0.5), 0.5)
+    assert bench.role.is_quiescent()
     assert bench.pool.num_held == 0
 
 
@@ -208,7 +209,7 @@ def test_pieces_that_do_not_cover_what_was_asked_for_lose_the_request_and_no_mor
     wrong = Commit(
         key=bench.key(), num_pieces=pieces, first_token_pos=first_token_pos, num_tokens=6, token_id=5, token_index=0
     )
-    actions = bench.done(bench.leg.on_message(bench.prefill, wrong, 0.4), 0.4)
+    actions = bench.done(bench.role.on_message(bench.prefill, wrong, 0.4), 0.4)
     assert [gone.reason for gone in said(actions, Gone)] == ["lost"]
     assert bench.pool.num_held == 0
 
@@ -225,7 +226,7 @@ def test_a_commit_that_counts_more_pieces_than_there_can_be_is_refused(bench):
 def test_a_commit_of_another_length_than_was_reserved_loses_the_request(bench):
     bench.reserve()
     wrong = Commit(key=bench.key(), num_pieces=0, first_token_pos=0, num_tokens=0, token_id=5, token_index=0)
-    actions = bench.done(bench.leg.on_message(bench.prefill, wrong, 0.4), 0.4)
+    actions = bench.done(bench.role.on_message(bench.prefill, wrong, 0.4), 0.4)
     assert said(actions, Gone)[0].reason == "lost"
     assert "ids are known" in said(actions, Gone)[0].detail
 
@@ -233,7 +234,7 @@ def test_a_commit_of_another_length_than_was_reserved_loses_the_request(bench):
 def test_pieces_of_another_key_change_nothing(bench):
     """Rule 26: and the transport drops them before any block."""
     bench.reserve()
-    bench.done(bench.leg.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.2), 0.2)
+    bench.done(bench.role.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.2), 0.2)
     assert bench.arrives(0) == []
     assert bench.damaged(0) == []
     run(bench)
@@ -277,7 +278,7 @@ def test_a_finish_record_is_told_until_the_list_has_it_no_more(bench):
         told = bench.list_of_worker(now, as_of=1, attempts=(1,), expected=True)
         assert spoken(told) == [(0, (5, 7, 7, 7), "length")]
     bench.list_of_worker(2.0, as_of=1)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_running_requests_are_told_of_only_when_a_gap_was_seen(bench):
@@ -286,7 +287,7 @@ def test_running_requests_are_told_of_only_when_a_gap_was_seen(bench):
     step(bench, 0.4)
     assert bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True) == []
     entry = entry_of(bench)
-    bench.leg._outbox.add_from(entry, 1)
+    bench.role._outbox.add_from(entry, 1)
     assert spoken(bench.done([], 0.6)) == [(1, (7,), None)]
 
 
@@ -305,13 +306,13 @@ def crowd(bench: Bench) -> None:
     run(bench)
     other = bench.key(request=OTHERS[1])
     bench.reserve(0.3, key=other)
-    ledger = bench.leg.entries.by_key[other].ledger
+    ledger = bench.role.entries.by_key[other].ledger
     assert ledger is not None
     granted_from = ledger.first_token_pos
     whole = replace(bench.piece(0), key=other, layer_end=LAYERS, token_start=granted_from)
-    bench.leg.on_event(PieceArrived(whole), 0.3)
+    bench.role.on_event(PieceArrived(whole), 0.3)
     commit = Commit(key=other, num_pieces=1, first_token_pos=granted_from, num_tokens=6, token_id=5, token_index=0)
-    bench.done(bench.leg.on_message(bench.prefill, commit, 0.3), 0.3)
+    bench.done(bench.role.on_message(bench.prefill, commit, 0.3), 0.3)
 
 
 def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
@@ -321,7 +322,7 @@ def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
     gone = []
     for now in (0.4, 0.5, 0.6):
         gone += said(step(bench, now), Gone)
-    assert [(message.request_id, message.reason) for message in gone] == [(OTHERS[1], "given_back")]
+    assert [(message.request_id, message.reason) for message in gone] == [(OTHERS[1], "preempted")]
 
 
 @pytest.mark.parametrize("way", ["cancel", "list", "lost worker", "deadline", "drain", "nothing"])
@@ -332,58 +333,58 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
     crowd(bench)
     for now in (0.4, 0.5, 0.6)[:steps]:
         assert said(step(bench, now), Gone) == []
-    plan = bench.leg.scheduler.schedule(0.6).plan if steps == 2 else None
-    entry = bench.leg.entries.by_key[bench.key(request=OTHERS[1])]
+    plan = bench.role.scheduler.schedule(0.6).plan if steps == 2 else None
+    entry = bench.role.entries.by_key[bench.key(request=OTHERS[1])]
     assert entry.seq_id is not None
-    assert bench.leg.scheduler.status(entry.seq_id) is (
+    assert bench.role.scheduler.status(entry.seq_id) is (
         SequenceStatus.SWAPPING if steps == 2 else SequenceStatus.SWAPPED
     )
-    leg, worker = bench.leg, bench.worker
+    role, worker = bench.role, bench.worker
     match way:
         case "cancel":
-            leg.on_message(worker, Cancel(request_id=OTHERS[1], attempt=1), 0.6)
+            role.on_message(worker, Cancel(request_id=OTHERS[1], attempt=1), 0.6)
         case "list":
-            worker.take(Beat(beat_no=99, as_of=99), 0.6)
-            leg.on_list(worker, 0.6)
+            worker.take(Heartbeat(heartbeat_no=99, as_of=99), 0.6)
+            role.on_heartbeat(worker, 0.6)
         case "lost worker":
-            leg.on_client_lost(worker, 0.6)
+            role.on_client_lost(worker, 0.6)
         case "deadline":
-            assert "deadline" in {message.detail for message in said(leg.tick(99.0), Gone)}
+            assert "deadline" in {message.detail for message in said(role.tick(99.0), Gone)}
         case "drain":
-            assert {m.reason for m in said(leg.give_back_all(0.6), Gone)} == {"given_back"}
+            assert {m.reason for m in said(role.preempt_all(0.6), Gone)} == {"preempted"}
         case "nothing":
             pass
     if plan is not None:
-        leg.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
-    leg.scheduler.check_invariants()
+        role.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
+    role.scheduler.check_invariants()
     assert (host.num_held > 0) == (way == "nothing")
 
 
 def test_the_backstop_of_a_deadline_frees_and_reports(bench):
     """Rule 33: one second after the worker's own."""
     bench.reserve()
-    assert bench.leg.tick(61.0) == []
-    assert said(bench.done(bench.leg.tick(61.2), 61.2), Refused)[0].reason == "deadline"
-    assert bench.leg.scheduler.is_quiescent()
-    assert bench.leg.tick(61.3) == []
-    bench.leg.on_message(bench.prefill, Abort(key=bench.key()), 61.4)
-    assert bench.leg.is_quiescent()
+    assert bench.role.tick(61.0) == []
+    assert said(bench.done(bench.role.tick(61.2), 61.2), Refused)[0].reason == "deadline"
+    assert bench.role.scheduler.is_quiescent()
+    assert bench.role.tick(61.3) == []
+    bench.role.on_message(bench.prefill, Abort(key=bench.key()), 61.4)
+    assert bench.role.is_quiescent()
 
 
 def test_the_backstop_of_a_running_request_is_a_loss(bench):
     run(bench)
-    assert said(bench.done(bench.leg.tick(61.2), 61.2), Gone)[0].reason == "lost"
-    assert bench.done(bench.leg.tick(70.0), 70.0) == []  # a record has no deadline
+    assert said(bench.done(bench.role.tick(61.2), 61.2), Gone)[0].reason == "lost"
+    assert bench.done(bench.role.tick(70.0), 70.0) == []  # a record has no deadline
 
 
 def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
     bench.reserve(key=bench.key(attempt=2))
-    assert bench.leg.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.2) == []
-    assert bench.leg.on_message(bench.prefill, Cancel(request_id=REQUEST, attempt=2), 0.2) == []
-    assert bench.leg.on_message(bench.worker, Cancel(request_id=OTHERS[1], attempt=2), 0.2) == []
-    assert bench.leg.knows(REQUEST, 2)
-    bench.done(bench.leg.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=2), 0.3), 0.3)
-    assert not bench.leg.knows(REQUEST, 2)
+    assert bench.role.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.2) == []
+    assert bench.role.on_message(bench.prefill, Cancel(request_id=REQUEST, attempt=2), 0.2) == []
+    assert bench.role.on_message(bench.worker, Cancel(request_id=OTHERS[1], attempt=2), 0.2) == []
+    assert bench.role.knows(REQUEST, 2)
+    bench.done(bench.role.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=2), 0.3), 0.3)
+    assert not bench.role.knows(REQUEST, 2)
 
 
 def test_a_worker_that_left_is_not_written_to(bench):
@@ -391,23 +392,23 @@ def test_a_worker_that_left_is_not_written_to(bench):
     bench.reserve()
     bench.commit()
     bench.arrives(0)
-    bench.leg.on_event(PieceArrived(bench.piece(1)), 0.3)
+    bench.role.on_event(PieceArrived(bench.piece(1)), 0.3)
     bench.clients.remove(WORKER)
-    assert bench.leg.flush(0.3) == []
-    assert bench.leg._outbox.is_empty
+    assert bench.role.flush(0.3) == []
+    assert bench.role._outbox.is_empty
 
 
 def test_a_token_out_of_its_place_is_a_bug_that_is_told(bench):
     run(bench)
     with pytest.raises(InvariantError, match="does not continue"):
-        bench.leg._outbox.add_token(entry_of(bench), 9, 5)
+        bench.role._outbox.add_token(entry_of(bench), 9, 5)
     with pytest.raises(InvariantError, match="does not continue"):
-        bench.leg._outbox.add_token(entry_of(bench), 9, 0)
+        bench.role._outbox.add_token(entry_of(bench), 9, 0)
 
 
 def test_what_is_not_for_this_leg_changes_nothing(bench):
-    assert bench.leg.on_event(Tick(), 0.1) == []
-    assert bench.leg.on_message(bench.worker, Status(status_no=1), 0.1) == []
+    assert bench.role.on_event(Tick(), 0.1) == []
+    assert bench.role.on_message(bench.worker, Status(status_no=1), 0.1) == []
 
 
 # -- damage
@@ -422,24 +423,24 @@ def damage_commit(bench):
 
 
 def damage_plan_index(bench):
-    entries = bench.leg.entries
-    entries.by_plan = {key._replace(attempt=7): entry for key, entry in entries.by_plan.items()}
+    entries = bench.role.entries
+    entries.by_attempt = {key._replace(attempt=7): entry for key, entry in entries.by_attempt.items()}
 
 
 def damage_key_index(bench):
-    bench.leg.entries.by_key.clear()
+    bench.role.entries.by_key.clear()
 
 
 def damage_queue(bench):
-    bench.leg.entries.queued[bench.key()] = entry_of(bench)
+    bench.role.entries.queued[bench.key()] = entry_of(bench)
 
 
 def damage_seq_index(bench):
-    bench.leg.entries.by_seq.clear()
+    bench.role.entries.by_seq.clear()
 
 
 def damage_extra_sequence(bench):
-    bench.leg.entries.by_seq[99] = entry_of(bench)
+    bench.role.entries.by_seq[99] = entry_of(bench)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +457,7 @@ def damage_extra_sequence(bench):
 )
 def test_check_invariants_sees_every_kind_of_damage(bench, damage):
     run(bench)
-    bench.leg.check_invariants()
+    bench.role.check_invariants()
     damage(bench)
     with pytest.raises(InvariantError):
-        bench.leg.check_invariants()
+        bench.role.check_invariants()

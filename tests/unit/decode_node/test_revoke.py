@@ -33,7 +33,7 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     assert revoked(actions) == [(OTHERS[2], "priority")]
     assert ForgetPieces(bench.key(request=OTHERS[2])) in actions
     assert [type(message) for message in said(actions, Queued | Granted)] == [Queued, Granted]
-    held = {entry.key.request_id for entry in bench.leg.entries if entry.taken_back is None}
+    held = {entry.key.request_id for entry in bench.role.entries if entry.revocation is None}
     assert held == {OTHERS[0], OTHERS[1], REQUEST}
 
 
@@ -47,7 +47,7 @@ def test_what_was_taken_back_is_not_granted_anew():
     again = bench.reserve(0.3, key=key, priority=5)
     assert (revoked(again), said(again, Granted)) == ([(OTHERS[1], "priority")], [])
     assert said(bench.commit(0.4, key=key), CommitRefused) != []
-    assert not bench.leg.knows(OTHERS[1], key.attempt)
+    assert not bench.role.knows(OTHERS[1], key.attempt)
     later = key._replace(generation=key.generation + 1)
     assert said(bench.reserve(0.5, key=later, priority=5), Queued) != []
 
@@ -80,7 +80,7 @@ def test_nobody_gives_way_when_that_would_not_make_room():
     bench.reserve(0.4, key=bench.key(request=OTHERS[1]), priority=5)
     long = bench.key(request=OTHERS[2])
     message = bench.message(long, prompt=24, priority=1)
-    actions = bench.done(bench.leg.on_message(bench.prefill, message, 0.5), 0.5)
+    actions = bench.done(bench.role.on_message(bench.prefill, message, 0.5), 0.5)
     assert [type(action.message) for action in actions] == [Queued]
 
 
@@ -92,8 +92,8 @@ def test_a_grant_that_is_not_used_is_taken_back_while_others_wait():
     bench.reserve(0.1)
     waiting = bench.key(request=OTHERS[1])
     bench.reserve(0.2, key=waiting)
-    assert bench.done(bench.leg.tick(0.1 + IDLE_S), 0.1 + IDLE_S) == []
-    actions = bench.done(bench.leg.tick(0.2 + IDLE_S), 0.2 + IDLE_S)
+    assert bench.done(bench.role.tick(0.1 + IDLE_S), 0.1 + IDLE_S) == []
+    actions = bench.done(bench.role.tick(0.2 + IDLE_S), 0.2 + IDLE_S)
     assert revoked(actions) == [(REQUEST, "time")]
     assert [granted.key for granted in said(actions, Granted)] == [waiting]
 
@@ -103,13 +103,13 @@ def test_a_grant_whose_pieces_come_is_used():
     bench.reserve(0.1)
     bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
     bench.arrives(0, 3.0)
-    assert revoked(bench.leg.tick(0.2 + IDLE_S)) == []
+    assert revoked(bench.role.tick(0.2 + IDLE_S)) == []
 
 
 def test_a_grant_that_is_not_used_stays_while_nobody_waits():
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1)
-    assert bench.leg.tick(30.0) == []
+    assert bench.role.tick(30.0) == []
 
 
 # -- nothing can run for want of blocks
@@ -129,7 +129,7 @@ def test_the_worst_grant_gives_way_to_what_decodes_and_cannot_grow():
     bench = crowded(2, 1)
     step(bench, 0.6)
     step(bench, 0.7)
-    actions = bench.done(bench.leg.tick(0.8), 0.8)
+    actions = bench.done(bench.role.tick(0.8), 0.8)
     assert revoked(actions) == [(OTHERS[0], "growth")], "although it is of a better class than what decodes"
     assert spoken(step(bench, 0.9)) != []
 
@@ -137,7 +137,7 @@ def test_the_worst_grant_gives_way_to_what_decodes_and_cannot_grow():
 def test_no_grant_gives_way_while_anything_runs():
     bench = crowded(5, 5)
     step(bench, 0.6)
-    assert revoked(bench.done(bench.leg.tick(0.7), 0.7)) == []
+    assert revoked(bench.done(bench.role.tick(0.7), 0.7)) == []
 
 
 def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
@@ -146,8 +146,8 @@ def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
         bench.commit(0.5, key=bench.key(request=OTHERS[number]))
     step(bench, 0.6)
     step(bench, 0.7)
-    assert bench.leg.scheduler.is_starved
-    assert revoked(bench.done(bench.leg.tick(0.8), 0.8)) == []
+    assert bench.role.scheduler.is_starved
+    assert revoked(bench.done(bench.role.tick(0.8), 0.8)) == []
 
 
 # -- what follows

@@ -1,4 +1,4 @@
-"""The receiver's book of staging slots, by itself and in the decode leg: when one may be written for somebody else."""
+"""The receiver's book of staging slots, by itself and in the decode role: when one may be written for somebody else."""
 
 import pytest
 
@@ -16,16 +16,16 @@ from kvferry.common.cluster.actions import (
 from kvferry.common.cluster.events import SessionClosed
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Abort, Cancel, Granted, Revoke
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
-from tests.unit.decode_node.test_decode import ME, PREFILL, REQUEST, Bench, said
+from tests.unit.decode_node.test_decode import PREFILL, REQUEST, SELF_ID, Bench, said
 
 TIMERS = Timers()
 OTHER = Incarnation("9" * 32)
 
 
 def key(number: int, prefill: Incarnation = PREFILL) -> TransferKey:
-    return TransferKey(RequestId(f"{number:032x}"), 1, 1, prefill, ME)
+    return TransferKey(RequestId(f"{number:032x}"), 1, 1, prefill, SELF_ID)
 
 
 @pytest.fixture
@@ -119,24 +119,29 @@ def _resting():
     return quarantine
 
 
-# -- in the decode leg
+# -- in the decode role
 
 
 class StagedBench(Bench):
-    """A decode leg with staging slots."""
+    """A decode role with staging slots."""
 
     def __init__(self) -> None:
         super().__init__()
         limits = Limits(slots_per_transfer=4)
-        self.leg = DecodeLeg(
-            self.leg.scheduler, self.leg.timers, limits, self.leg.num_layers, lambda: self.clients, num_staging_slots=8
+        self.role = DecodeRole(
+            self.role.scheduler,
+            self.role.timers,
+            limits,
+            self.role.num_layers,
+            lambda: self.clients,
+            num_staging_slots=8,
         )
 
     def reserve_staged(self, now: float = 0.1, *, staged: bool = True):
         return self.reserve(now, staged=staged)
 
     def hears(self, message, now: float):
-        return self.done(self.leg.on_message(self.prefill, message, now), now)
+        return self.done(self.role.on_message(self.prefill, message, now), now)
 
 
 @pytest.fixture
@@ -153,23 +158,23 @@ def test_slots_are_named_in_granted_before_which_the_transport_knows_of_them(ben
 
 def test_a_sender_that_cannot_write_them_gets_none(bench):
     assert said(bench.reserve_staged(staged=False), Granted)[0].slots == ()
-    assert bench.leg.staging.num_granted == 0
+    assert bench.role.staging.num_granted == 0
 
 
 def test_after_the_commit_slots_are_free_when_the_last_piece_is_there(bench):
     bench.reserve_staged()
     bench.commit()
     bench.arrives(0)
-    assert bench.leg.staging.num_granted == 4
+    assert bench.role.staging.num_granted == 4
     bench.arrives(1)
-    assert (bench.leg.staging.num_granted, bench.leg.staging.num_quarantined) == (0, 0)
+    assert (bench.role.staging.num_granted, bench.role.staging.num_quarantined) == (0, 0)
 
 
 def test_after_the_commit_slots_are_free_when_the_request_is_cancelled(bench):
     bench.reserve_staged()
     bench.commit()
-    bench.done(bench.leg.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.3), 0.3)
-    assert (bench.leg.staging.num_granted, bench.leg.staging.num_quarantined) == (0, 0)
+    bench.done(bench.role.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.3), 0.3)
+    assert (bench.role.staging.num_granted, bench.role.staging.num_quarantined) == (0, 0)
 
 
 @pytest.mark.parametrize("stopped", [True, False])
@@ -177,25 +182,25 @@ def test_blocks_go_with_abort_and_slots_only_when_writing_has_stopped(bench, sto
     bench.reserve_staged()
     bench.hears(Abort(key=bench.key(), stopped=stopped), 0.2)
     assert bench.pool.num_held == 0
-    assert bench.leg.staging.num_quarantined == (0 if stopped else 4)
+    assert bench.role.staging.num_quarantined == (0 if stopped else 4)
     bench.hears(Abort(key=bench.key()), 0.3)
-    assert bench.leg.staging.num_quarantined == 0
+    assert bench.role.staging.num_quarantined == 0
 
 
 def test_a_request_that_its_worker_gave_up_leaves_slots_that_are_asked_for(bench):
     bench.reserve_staged()
-    bench.done(bench.leg.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.3), 0.3)
-    assert bench.leg.staging.num_quarantined == 4
-    assert said(bench.done(bench.leg.tick(1.0), 1.0), Revoke)[0].key == bench.key()
+    bench.done(bench.role.on_message(bench.worker, Cancel(request_id=REQUEST, attempt=1), 0.3), 0.3)
+    assert bench.role.staging.num_quarantined == 4
+    assert said(bench.done(bench.role.tick(1.0), 1.0), Revoke)[0].key == bench.key()
 
 
 def test_a_silent_senders_session_is_closed_and_its_slots_come_back(bench):
     bench.reserve_staged()
     bench.clients.remove(PREFILL)
-    bench.done(bench.leg.on_client_lost(bench.prefill, 3.0), 3.0)
-    assert CloseSession(PREFILL) in bench.done(bench.leg.tick(4.0), 4.0)
-    bench.done(bench.leg.on_event(SessionClosed(PREFILL), 4.0), 4.0)
-    bench.done(bench.leg.tick(4.0 + TIMERS.quarantine_s), 10.0)
-    assert bench.leg.staging.num_quarantined == 4
-    bench.done(bench.leg.tick(4.1 + TIMERS.quarantine_s), 10.1)
-    assert bench.leg.staging.num_quarantined == 0
+    bench.done(bench.role.on_client_lost(bench.prefill, 3.0), 3.0)
+    assert CloseSession(PREFILL) in bench.done(bench.role.tick(4.0), 4.0)
+    bench.done(bench.role.on_event(SessionClosed(PREFILL), 4.0), 4.0)
+    bench.done(bench.role.tick(4.0 + TIMERS.quarantine_s), 10.0)
+    assert bench.role.staging.num_quarantined == 4
+    bench.done(bench.role.tick(4.1 + TIMERS.quarantine_s), 10.1)
+    assert bench.role.staging.num_quarantined == 0

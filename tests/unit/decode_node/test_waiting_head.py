@@ -21,7 +21,7 @@ HEAD = OTHERS[8]
 def ask(bench: Bench, now: float, request=HEAD, prompt=range(50, 56), **changes):
     """Two blocks of four, unless the prompt is another: as many as `run` gives to REQUEST, and no id the same."""
     message = replace(bench.message(bench.key(request=request)), prompt_token_ids=array("I", prompt), **changes)
-    return bench.done(bench.leg.on_message(bench.prefill, message, now), now)
+    return bench.done(bench.role.on_message(bench.prefill, message, now), now)
 
 
 def granted(actions) -> list[str]:
@@ -32,18 +32,18 @@ def wait(bench: Bench, now: float = 0.3, **changes) -> None:
     """The head comes, and finds no room with this event and the next ones."""
     assert [type(message) for message in said(ask(bench, now, **changes), Queued | Granted)] == [Queued]
     for _ in range(3):
-        assert bench.leg.flush(now) == []
+        assert bench.role.flush(now) == []
 
 
 # -- what makes room
 
 
 def cancel(bench: Bench, now: float, request=REQUEST):
-    return bench.done(bench.leg.on_message(bench.worker, Cancel(request_id=request, attempt=1), now), now)
+    return bench.done(bench.role.on_message(bench.worker, Cancel(request_id=request, attempt=1), now), now)
 
 
 def abort(bench: Bench, now: float, request=REQUEST):
-    return bench.done(bench.leg.on_message(bench.prefill, Abort(key=bench.key(request=request)), now), now)
+    return bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key(request=request)), now), now)
 
 
 @pytest.mark.parametrize("way", ["cancelled", "finished", "failed", "given back", "lost"])
@@ -60,9 +60,9 @@ def test_granted_as_soon_as_what_decodes_is_over(way: str):
         case "failed":
             actions = step(bench, 0.4, failed="not a number")
         case "given back":
-            actions = bench.done(bench.leg.give_back_all(0.4), 0.4)
+            actions = bench.done(bench.role.preempt_all(0.4), 0.4)
         case _:
-            actions = bench.done(bench.leg.entries.lose(bench.leg.entries.by_key[bench.key()], "lost", 0.4), 0.4)
+            actions = bench.done(bench.role.entries.lose(bench.role.entries.by_key[bench.key()], "lost", 0.4), 0.4)
     assert granted(actions) == [HEAD]
 
 
@@ -81,7 +81,7 @@ def test_granted_as_soon_as_another_grant_is_none_any_more(way: str, num_blocks:
         case "committed":
             actions = bench.commit(0.4)
         case "not used":
-            actions = bench.done(bench.leg.tick(9.0), 9.0)
+            actions = bench.done(bench.role.tick(9.0), 9.0)
     assert granted(actions) == [HEAD]
 
 
@@ -89,10 +89,10 @@ def test_blocks_of_a_step_in_flight_make_room_when_it_is_back():
     bench = make_bench(num_blocks=3)
     run(bench)
     wait(bench)
-    plan = bench.leg.scheduler.schedule(0.4).plan
+    plan = bench.role.scheduler.schedule(0.4).plan
     assert plan is not None
     assert granted(cancel(bench, 0.4)) == []
-    bench.leg.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
+    bench.role.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
     assert granted(bench.done([], 0.5)) == [HEAD]
 
 
@@ -101,7 +101,7 @@ def test_the_watermark_makes_room_when_nothing_decodes_any_more():
     bench = make_bench(num_blocks=5, config=SchedulerConfig(watermark_blocks_share=0.4))
     run(bench)
     wait(bench)
-    assert bench.leg.scheduler.schedule(0.4).plan is not None
+    assert bench.role.scheduler.schedule(0.4).plan is not None
     actions = cancel(bench, 0.4)
     assert bench.pool.num_releases == 0
     assert granted(actions) == [HEAD]
@@ -154,7 +154,7 @@ def test_ids_of_a_waiting_head_are_checked_and_hashed_once(monkeypatch):
     wait(bench, prompt=range(50, 96))  # twelve blocks, of which eleven are whole
     assert counts == {"check": 1, "_lookup": 1, "chain_bytes": 11}
     assert granted(abort(bench, 0.4, OTHERS[0])) == []
-    assert bench.leg.flush(0.4) == []
+    assert bench.role.flush(0.4) == []
     assert counts == {"check": 1, "_lookup": 2, "chain_bytes": 11}, "one block more: looked for anew, not hashed"
     assert granted(abort(bench, 0.5, OTHERS[1])) == [HEAD]
     assert counts == {"check": 1, "_lookup": 3, "chain_bytes": 11}

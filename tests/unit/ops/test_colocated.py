@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.common.base.ids import PlanKey
+from kvferry.common.base.ids import AttemptKey
 from kvferry.common.cluster.actions import (
     ExitProcess,
     OpenLink,
@@ -19,22 +19,22 @@ from kvferry.common.protocol.messages import (
     Reserve,
     Tokens,
 )
-from kvferry.common.scheduling.sequence import Status
+from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import DECODES, ME, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import DECODES, SELF_ID, WORKER, PrefillBench, request, said
 
-KEY = PlanKey(request(1), 1)
+KEY = AttemptKey(request(1), 1)
 
 
-def unsplit(**options) -> PrefillBench:
+def colocated(**options) -> PrefillBench:
     """A node with both roles; one step at a time unless told otherwise."""
-    return PrefillBench(**{"unsplit": True, "steps_in_flight": 1, **options})
+    return PrefillBench(**{"colocated": True, "steps_in_flight": 1, **options})
 
 
 def running(**options) -> PrefillBench:
     """Request 1 has its first token and decodes."""
-    bench = unsplit(**options)
+    bench = colocated(**options)
     bench.job(here=True)
     bench.step(0.2)
     return bench
@@ -54,13 +54,13 @@ def finish(bench: PrefillBench, now: float = 0.3) -> list[tuple[int, tuple[int, 
 
 
 def test_a_request_goes_on_where_its_prompt_was_computed():
-    bench = unsplit()
+    bench = colocated()
     started = bench.job(here=True, candidates=0)
     assert not said(started, Reserve)
     assert [a.plan.report_layers for a in started if isinstance(a, RunStep)] == [False]
     first = bench.step(0.2)
     assert [(m.index, m.token_id) for m in said(first, FirstToken)] == [(0, 50)]
-    assert [m.decode for m in said(first, HandedOver)] == [ME]
+    assert [m.decode for m in said(first, HandedOver)] == [SELF_ID]
     assert tokens(first) == [(0, (50,), None)]
     assert not said(first, Reserve)
     assert not [a for a in first if isinstance(a, SendPiece)]
@@ -70,43 +70,43 @@ def test_a_request_goes_on_where_its_prompt_was_computed():
 
 
 def test_it_is_one_legs_at_a_time():
-    bench = unsplit()
+    bench = colocated()
     bench.job(here=True)
-    (seq_id,) = bench.leg.jobs.by_seq
-    assert (bench.leg.owns(seq_id), bench.decode.owns(seq_id)) == (True, False)
+    (seq_id,) = bench.role.jobs.by_seq
+    assert (bench.role.owns(seq_id), bench.decode.owns(seq_id)) == (True, False)
     bench.step(0.2)
-    assert (bench.leg.owns(seq_id), bench.decode.owns(seq_id)) == (False, True)
-    assert KEY not in bench.leg.jobs.by_plan
-    assert bench.decode.entries.by_plan[KEY].state is ReceiveState.RUNNING
-    assert bench.scheduler.status(seq_id) is Status.DECODING
+    assert (bench.role.owns(seq_id), bench.decode.owns(seq_id)) == (False, True)
+    assert KEY not in bench.role.jobs.by_attempt
+    assert bench.decode.entries.by_attempt[KEY].state is ReceiveState.RUNNING
+    assert bench.scheduler.status(seq_id) is SequenceStatus.DECODING
 
 
 def test_no_candidate_at_all_means_here():
-    bench = unsplit()
+    bench = colocated()
     bench.job(candidates=0)
-    assert [m.decode for m in said(bench.step(0.2), HandedOver)] == [ME]
+    assert [m.decode for m in said(bench.step(0.2), HandedOver)] == [SELF_ID]
 
 
 def test_other_candidates_alone_are_a_hand_over():
-    bench = unsplit()
+    bench = colocated()
     bench.link_up()
     assert [m.key.decode for m in said(bench.job(candidates=1), Reserve)] == [DECODES[0]]
 
 
 def test_a_node_makes_no_link_to_itself_and_none_for_a_job_that_stays():
-    bench = unsplit()
+    bench = colocated()
     assert not [a for a in bench.job(here=True, candidates=2) if isinstance(a, OpenLink)]
-    assert bench.leg.decodes.links.links == {}
+    assert bench.role.decodes.links.links == {}
 
 
 def test_what_has_no_room_here_to_its_end_goes_to_another_node():
     """It could be computed here, but not finished."""
-    bench = unsplit(num_blocks=4)
+    bench = colocated(num_blocks=4)
     bench.link_up()
     reserves = said(bench.job(here=True, candidates=1, prompt=6, max_new_tokens=20), Reserve)
     assert [m.key.decode for m in reserves] == [DECODES[0]]
-    assert {*bench.leg.decodes.links.links} == {"d0", "d1"}
-    bench = unsplit(num_blocks=4)
+    assert {*bench.role.decodes.links.links} == {"d0", "d1"}
+    bench = colocated(num_blocks=4)
     failed = said(bench.job(here=True, candidates=0, prompt=6, max_new_tokens=20), HandoverFailed)
     assert [(m.reason, m.retryable) for m in failed] == [("invalid", False)]
 
@@ -119,33 +119,33 @@ def test_a_prefill_node_alone_does_not_keep_a_job_that_names_it():
 
 def test_jobs_that_stay_need_no_grant():
     """The bound on computed prompts without a grant is for those that must wait for one."""
-    bench = unsplit(num_blocks=16)
+    bench = colocated(num_blocks=16)
     for number in range(1, 5):
-        bench.job(number, plan_no=number, here=True, prompt=9, max_new_tokens=2)
-    assert {job.state for job in bench.leg.jobs} <= {JobState.QUEUED, JobState.COMPUTING}
+        bench.job(number, placement_no=number, here=True, prompt=9, max_new_tokens=2)
+    assert {job.state for job in bench.role.jobs} <= {JobState.QUEUED, JobState.COMPUTING}
     bench.step(0.2)
-    assert sum(job.state is JobState.COMPUTING for job in bench.leg.jobs) == 3
-    assert bench.leg.jobs.ungranted_blocks == 0
+    assert sum(job.state is JobState.COMPUTING for job in bench.role.jobs) == 3
+    assert bench.role.jobs.ungranted_blocks == 0
 
 
 def test_jobs_that_wait_for_a_grant_do_not_hold_up_those_that_need_none():
-    bench = unsplit(num_blocks=16, steps_in_flight=4)
+    bench = colocated(num_blocks=16, steps_in_flight=4)
     bench.link_up()
     bench.job(1, candidates=1, prompt=11)
-    assert bench.leg.jobs.ungranted_blocks == 3
-    bench.job(2, plan_no=2, candidates=1, prompt=11)
-    bench.job(3, plan_no=3, here=True, prompt=11, priority=1)
-    states = [bench.leg.jobs.by_plan[PlanKey(request(number), 1)].state for number in (1, 2, 3)]
+    assert bench.role.jobs.ungranted_blocks == 3
+    bench.job(2, placement_no=2, candidates=1, prompt=11)
+    bench.job(3, placement_no=3, here=True, prompt=11, priority=1)
+    states = [bench.role.jobs.by_attempt[AttemptKey(request(number), 1)].state for number in (1, 2, 3)]
     assert states == [JobState.COMPUTING, JobState.QUEUED, JobState.COMPUTING]
 
 
 def test_a_first_token_that_is_the_last_ends_it_here():
-    bench = unsplit(eos_token_ids=frozenset({50}))
+    bench = colocated(eos_token_ids=frozenset({50}))
     bench.job(here=True)
     first = bench.step(0.2)
     assert [m.finish for m in said(first, FirstToken)] == ["stop"]
     assert not said(first, HandedOver)
-    assert not bench.decode.entries.by_plan
+    assert not bench.decode.entries.by_attempt
     bench.beat(0.3)
     assert bench.core.is_quiescent()
 
@@ -153,7 +153,7 @@ def test_a_first_token_that_is_the_last_ends_it_here():
 def test_a_copy_of_the_job_changes_nothing_while_it_decodes():
     bench = running()
     assert bench.job(here=True) == []
-    assert not bench.leg.jobs.by_plan
+    assert not bench.role.jobs.by_attempt
     assert finish(bench)[-1] == (3, (50,), "length")
 
 
@@ -180,7 +180,7 @@ def test_it_goes_when_its_worker_wants_it_no_more(end):
 
 
 def test_its_deadline_is_the_jobs():
-    bench = unsplit()
+    bench = colocated()
     bench.job(here=True, remaining_ms=1000)
     bench.step(0.2)
     bench.tick(1.9)
@@ -190,7 +190,7 @@ def test_its_deadline_is_the_jobs():
 
 def test_a_deadline_while_its_prompt_is_computed_leaves_no_sequence_behind():
     """Held KV is for a next hand-over; a sequence that stays would go on by itself."""
-    bench = unsplit()
+    bench = colocated()
     bench.job(here=True, remaining_ms=1000)
     bench.tick(1.9)
     failed = said(bench.tick(2.2), HandoverFailed)
@@ -208,30 +208,30 @@ def test_a_drain_finishes_it_and_gives_back_what_takes_too_long():
     assert [a.code for a in bench.tick(0.6) if isinstance(a, ExitProcess)] == [0]
 
     bench = running()
-    bench.job(2, plan_no=2, here=True)
+    bench.job(2, placement_no=2, here=True)
     bench.handle(DrainRequested(), 0.3)
     bench.tick(0.4)
     told = said(bench.tick(0.4 + bench.timers.node_drain_s), Gone)
-    assert {(m.request_id, m.reason) for m in told} == {(request(1), "given_back"), (request(2), "given_back")}
+    assert {(m.request_id, m.reason) for m in told} == {(request(1), "preempted"), (request(2), "preempted")}
 
 
 def test_out_of_blocks_the_youngest_is_given_back_and_comes_again_with_its_blocks_to_the_end():
-    bench = unsplit(num_blocks=6, max_running=4)
+    bench = colocated(num_blocks=6, max_running=4)
     for number in (1, 2):
-        bench.job(number, plan_no=number, here=True, prompt=6, max_new_tokens=12, waited_ms=100 - number)
+        bench.job(number, placement_no=number, here=True, prompt=6, max_new_tokens=12, waited_ms=100 - number)
     told: list[Gone] = []
     while bench.steps and not told:
         told = said(bench.step(0.2), Gone)
-    assert [(m.request_id, m.reason) for m in told] == [(request(2), "given_back")]
-    bench.job(2, attempt=2, plan_no=3, here=True, prompt=6, max_new_tokens=12, outputs=(50,), times_preempted=3)
-    waiting = bench.leg.jobs.by_plan[PlanKey(request(2), 2)]
+    assert [(m.request_id, m.reason) for m in told] == [(request(2), "preempted")]
+    bench.job(2, attempt=2, placement_no=3, here=True, prompt=6, max_new_tokens=12, outputs=(50,), times_preempted=3)
+    waiting = bench.role.jobs.by_attempt[AttemptKey(request(2), 2)]
     assert waiting.state is JobState.QUEUED
     finish(bench)
-    assert PlanKey(request(2), 2) in bench.decode.entries.by_plan
+    assert AttemptKey(request(2), 2) in bench.decode.entries.by_attempt
 
 
 def test_a_later_attempt_goes_on_from_what_is_known():
-    bench = unsplit()
+    bench = colocated()
     bench.job(here=True, attempt=2, outputs=(50, 51), max_new_tokens=4)
     first = bench.step(0.2, token=52)
     assert [(m.index, m.token_id) for m in said(first, FirstToken)] == [(2, 52)]
@@ -239,22 +239,22 @@ def test_a_later_attempt_goes_on_from_what_is_known():
 
 
 def test_a_later_attempt_takes_over_what_an_earlier_one_holds():
-    bench = unsplit()
+    bench = colocated()
     bench.link_up()
     bench.job(candidates=1)
     bench.step(0.2)
     bench.tick(2.0)
-    assert bench.leg.jobs.by_plan[KEY].failure is not None
-    assert bench.leg.jobs.by_plan[KEY].seq_id is not None
-    actions = bench.job(here=True, attempt=2, plan_no=2, outputs=(50,), now=2.1)
+    assert bench.role.jobs.by_attempt[KEY].failure is not None
+    assert bench.role.jobs.by_attempt[KEY].seq_id is not None
+    actions = bench.job(here=True, attempt=2, placement_no=2, outputs=(50,), now=2.1)
     assert [len(part.token_ids) for a in actions if isinstance(a, RunStep) for part in a.plan.scheduled] == [1]
-    assert [m.decode for m in said(bench.step(2.2), HandedOver)] == [ME]
+    assert [m.decode for m in said(bench.step(2.2), HandedOver)] == [SELF_ID]
 
 
 def test_prefix_hits_are_told_with_the_tokens():
     bench = running()
     finish(bench)
-    bench.job(1, 0.4, attempt=2, plan_no=2, here=True)
+    bench.job(1, 0.4, attempt=2, placement_no=2, here=True)
     first = bench.step(0.5)
     assert [m.cached_tokens for m in said(first, FirstToken)] == [4]
     assert [e.cached_tokens for m in said(first, Tokens) for e in m.entries] == [4]
@@ -262,10 +262,10 @@ def test_prefix_hits_are_told_with_the_tokens():
 
 def test_a_running_stream_gets_its_token_in_every_step_however_long_a_prompt_comes():
     """What a step computes beside it is bounded by max_step_tokens: so is the time between two of its tokens."""
-    bench = unsplit(max_step_tokens=8, num_blocks=64)
+    bench = colocated(max_step_tokens=8, num_blocks=64)
     bench.job(here=True, max_new_tokens=9)
     bench.step(0.2)
-    bench.job(2, plan_no=2, here=True, prompt=40, max_new_tokens=2)
+    bench.job(2, placement_no=2, here=True, prompt=40, max_new_tokens=2)
     for index in range(2, 7):
         actions = bench.step(0.3)
         (plan,) = [a.plan for a in actions if isinstance(a, RunStep)]

@@ -24,7 +24,7 @@ from kvferry.prefill_node.handover import (
 )
 from kvferry.prefill_node.handover_table import SendState
 
-ME, FIRST, SECOND = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
+SELF_ID, FIRST, SECOND = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 TOKEN = NextToken(token_id=5, index=0, num_tokens=6, cached_tokens=0)
 
 
@@ -44,9 +44,9 @@ class Peers:
 def make_sender(num_layers: int = 2, target_bytes: int = 6 * 1024) -> HandoverSender:
     """One layer of its six tokens makes a piece."""
     reserve = Reserve(
-        key=TransferKey(RequestId("a" * 32), 1, 0, ME, Incarnation("")),
+        key=TransferKey(RequestId("a" * 32), 1, 0, SELF_ID, Incarnation("")),
         transfer_no=0,
-        plan_no=1,
+        placement_no=1,
         worker=Incarnation("4" * 32),
         prompt_token_ids=array("I", range(6)),
         output_token_ids=array("I"),
@@ -57,7 +57,7 @@ def make_sender(num_layers: int = 2, target_bytes: int = 6 * 1024) -> HandoverSe
     )
     numbers = iter(range(1, 100))
     return HandoverSender(
-        me=ME,
+        self_id=SELF_ID,
         reserve=reserve,
         candidates=[Candidate(incarnation=peer, name="d", endpoint="e") for peer in (FIRST, SECOND)],
         shape=KvShape(num_layers, 1024),

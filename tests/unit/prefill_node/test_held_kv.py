@@ -18,16 +18,16 @@ from kvferry.common.cluster.events import (
 )
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import (
-    Beat,
     Cancel,
     Commit,
     Envelope,
     HandoverFailed,
+    Heartbeat,
     Job,
-    Load,
+    NodeLoad,
     Refused,
     Reserve,
-    Role,
+    RoleName,
     Status,
     Welcome,
 )
@@ -35,11 +35,11 @@ from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
 from kvferry.router.core.request import RequestState
 from kvferry.router.core.router_core import RouterCore
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, ME, MODEL, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import COMPATIBILITY, DECODES, MODEL, SELF_ID, WORKER, PrefillBench, request, said
 
 OTHER = Incarnation("7" * 32)
-ENDPOINTS: dict[Incarnation, tuple[str, Role]] = {
-    ME: ("p", "prefill"),
+ENDPOINTS: dict[Incarnation, tuple[str, RoleName]] = {
+    SELF_ID: ("p", "prefill"),
     DECODES[0]: ("d0", "decode"),
     DECODES[1]: ("d1", "decode"),
 }
@@ -57,7 +57,7 @@ class Pair:
             self.join(peer, endpoint, role)
         self.to_other: list[object] = []
 
-    def join(self, peer: Incarnation, endpoint: str, role: Role, now: float = 0.0) -> None:
+    def join(self, peer: Incarnation, endpoint: str, role: RoleName, now: float = 0.0) -> None:
         """The worker has a link to this node."""
         self.router.add_static(endpoint, now)
         self.tell(peer, endpoint, Welcome(name=endpoint, roles=(role,), model=MODEL, compatibility=COMPATIBILITY), now)
@@ -72,7 +72,7 @@ class Pair:
         for effect in effects:
             if isinstance(effect, Send) and effect.peer == OTHER:
                 self.to_other.append(effect.message)
-            if isinstance(effect, Send) and effect.peer == ME:
+            if isinstance(effect, Send) and effect.peer == SELF_ID:
                 self.answer(self.prefill.tell(WORKER, effect.message, now), now)
         return list(effects)
 
@@ -80,20 +80,20 @@ class Pair:
         """What the prefill node says reaches the worker."""
         for action in actions:
             if isinstance(action, Send) and action.peer == WORKER:
-                self.tell(ME, "p", action.message, now)
+                self.tell(SELF_ID, "p", action.message, now)
 
     def refuse_everywhere(self, now: float) -> None:
         """No decode node has room for it."""
         for decode in DECODES:
-            job = next(iter(self.prefill.leg.jobs))
+            job = next(iter(self.prefill.role.jobs))
             assert job.sender is not None
             assert job.sender.key is not None
             self.answer(self.prefill.hear(decode, Refused(key=job.sender.key, reason="full"), now), now)
 
-    def tick(self, now: float, *, load: Load | None = None, draining: bool = False) -> list[object]:
+    def tick(self, now: float, *, load: NodeLoad | None = None, draining: bool = False) -> list[object]:
         """Everybody is heard, then time goes by at the worker and at the prefill node."""
         for peer, (endpoint, _) in ENDPOINTS.items():
-            heard = Status(status_no=int(now * 1000), load=load or Load(), draining=draining and peer == ME)
+            heard = Status(status_no=int(now * 1000), load=load or NodeLoad(), draining=draining and peer == SELF_ID)
             self.tell(peer, endpoint, heard, now)
         effects = self.follow(self.router.handle(Tick(), now), now)
         self.answer(self.prefill.tick(now), now)
@@ -123,36 +123,36 @@ def test_the_next_attempt_at_the_holder_computes_nothing(pair):
     assert (job.attempt, list(job.output_token_ids)) == (2, [50])
     assert pair.prefill.steps == []
     assert pair.prefill.pool.num_held == 2
-    sender = next(iter(pair.prefill.leg.jobs)).sender
+    sender = next(iter(pair.prefill.role.jobs)).sender
     assert sender is not None
     (reserve,) = said(sender.on_peer_up(0.5), Reserve)
     assert said(pair.prefill.grant(reserve, 0.5), Commit)[0].token_id == 50
 
 
 def test_what_is_held_outlives_lists_but_not_its_time(pair):
-    """Rule 22: without another plan it is listed, unexpected, and let go after hold_s."""
+    """Rule 22: without another plan it is listed, unexpected, and let go after retain_s."""
     pair.router.requests[request(1)].not_before = 99.0
     for turn in range(1, 17):
-        beats = said(pair.tick(0.6 * turn), Beat)
-        assert [(e.attempt, e.expected) for e in beats[0].entries] == [(1, False)]
+        heartbeats = said(pair.tick(0.6 * turn), Heartbeat)
+        assert [(e.attempt, e.expected) for e in heartbeats[0].entries] == [(1, False)]
         assert pair.prefill.pool.num_held == 2
-    pair.tick(0.3 + TIMERS.hold_s + 0.1)
+    pair.tick(0.3 + TIMERS.retain_s + 0.1)
     assert pair.prefill.pool.num_held == 0
 
 
 def test_planned_elsewhere_it_is_let_go_at_once(pair):
     pair.join(OTHER, "q", "prefill", 0.3)
-    pair.tell(ME, "p", Status(status_no=999, load=Load(waiting_tokens=50)), 0.4)
+    pair.tell(SELF_ID, "p", Status(status_no=999, load=NodeLoad(waiting_tokens=50)), 0.4)
     pair.follow(pair.router.handle(Tick(), 0.45), 0.45)
-    assert [type(message) for message in pair.to_other if not isinstance(message, Beat)] == [Job]
+    assert [type(message) for message in pair.to_other if not isinstance(message, Heartbeat)] == [Job]
     assert pair.prefill.pool.num_held == 0
-    assert pair.prefill.leg.is_quiescent()
+    assert pair.prefill.role.is_quiescent()
 
 
 def test_the_holder_is_taken_though_it_has_somewhat_more_waiting(pair):
     """Rule 22: what need not be computed there counts for it."""
     pair.join(OTHER, "q", "prefill", 0.3)
-    pair.tell(ME, "p", Status(status_no=999, load=Load(waiting_tokens=6)), 0.4)
+    pair.tell(SELF_ID, "p", Status(status_no=999, load=NodeLoad(waiting_tokens=6)), 0.4)
     effects = pair.follow(pair.router.handle(Tick(), 0.45), 0.45)
     assert said(effects, Job)
     assert [message for message in pair.to_other if isinstance(message, Job)] == []
@@ -161,13 +161,13 @@ def test_the_holder_is_taken_though_it_has_somewhat_more_waiting(pair):
 def test_a_client_that_leaves_frees_what_is_held(pair):
     effects = pair.follow(pair.router.cancel(request(1), "left", 0.35), 0.35)
     assert said(effects, Cancel)
-    assert pair.prefill.leg.is_quiescent()
+    assert pair.prefill.role.is_quiescent()
 
 
 def test_a_draining_holder_does_not_wait_for_a_plan_that_never_comes(pair):
     pair.router.requests[request(1)].not_before = 99.0
     pair.tick(0.7, draining=True)
-    assert pair.prefill.leg.is_quiescent()
+    assert pair.prefill.role.is_quiescent()
 
 
 def test_a_holder_that_dies_is_forgotten(pair):
@@ -180,6 +180,6 @@ def test_a_holder_that_dies_is_forgotten(pair):
 def test_nothing_is_held_when_the_node_says_so(pair):
     pair.tick(0.45)
     failed = HandoverFailed(request_id=request(1), attempt=2, reason="no_room", held=False)
-    pair.tell(ME, "p", failed, 0.5)
+    pair.tell(SELF_ID, "p", failed, 0.5)
     assert pair.router.requests[request(1)].holder is None
-    assert pair.prefill.leg.is_quiescent()
+    assert pair.prefill.role.is_quiescent()

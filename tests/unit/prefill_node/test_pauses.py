@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.common.cluster.events import LayersDone
 from kvferry.common.protocol.messages import Abort, Commit, HandoverFailed, Reserve
-from kvferry.prefill_node.transfer import Pauses
+from kvferry.prefill_node.transfer import ReservationPauses
 from tests.support.prefill_bench import DECODES, PrefillBench, request, said
 
 LONG, WORSE, BETTER = 100, 1, 2
@@ -22,7 +22,7 @@ def bench():
 
 
 def key_of(bench: PrefillBench, number: int = WORSE):
-    sender = next(job.sender for job in bench.leg.jobs if job.job.request_id == request(number))
+    sender = next(job.sender for job in bench.role.jobs if job.job.request_id == request(number))
     assert sender is not None
     return sender.key
 
@@ -56,9 +56,9 @@ def test_when_it_goes_on_the_same_node_is_asked_anew_and_nothing_is_computed_aga
 
 def test_after_a_second_pause_room_is_asked_for_with_the_last_chunk_alone(bench):
     """Each time that room is asked for anew all its KV goes anew."""
-    job = next(job for job in bench.leg.jobs if job.job.request_id == request(WORSE))
+    job = next(job for job in bench.role.jobs if job.job.request_id == request(WORSE))
     assert job.sender is not None
-    pauses = Pauses(bench.leg.scheduler, pause_release_s=0.0)
+    pauses = ReservationPauses(bench.role.scheduler, pause_release_s=0.0)
     for pause in (1, 2):
         job.paused_since = pause
         assert said(pauses.tick(job, pause + 0.5), Abort)
@@ -89,4 +89,4 @@ def test_a_paused_prompt_is_bounded_by_its_deadline_and_its_worker(bench):
     assert (request(WORSE), "deadline") in [(message.request_id, message.reason) for message in failed]
     bench.stopped(actions, 61.4)
     bench.beat(61.4)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()

@@ -1,4 +1,4 @@
-"""The prefill leg: what it takes, how far it goes without a grant, when it lets go of blocks, what it tells again."""
+"""The prefill role: what it takes, how far it goes without a grant, when it lets go of blocks, what it tells again."""
 
 import pytest
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ from kvferry.common.cluster.events import (
 from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import (
     Abort,
-    Beat,
     Cancel,
     Commit,
     CommitRefused,
@@ -35,13 +34,14 @@ from kvferry.common.protocol.messages import (
     Granted,
     HandedOver,
     HandoverFailed,
+    Heartbeat,
     HelloRefused,
     Message,
-    OtherLife,
     Queued,
     Refused,
     Reserve,
     Revoke,
+    WrongIncarnation,
 )
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import JobState
@@ -56,7 +56,7 @@ def bench():
 
 
 def job_of(bench: PrefillBench, number: int = 1):
-    return next(job for job in bench.leg.jobs if job.job.request_id == request(number))
+    return next(job for job in bench.role.jobs if job.job.request_id == request(number))
 
 
 # -- what it takes
@@ -73,15 +73,15 @@ def test_a_request_from_job_to_hand_over(bench):
     assert bench.pool.num_held == 0
     assert job_of(bench).state is JobState.HANDED
     bench.beat(0.6)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_a_late_job_that_the_list_no_longer_has_is_refused(bench):
     """Rule 13."""
     bench.beat(0.1, as_of=7)
-    assert [gone.reason for gone in said(bench.job(now=0.2, plan_no=7), Gone)] == ["lost"]
-    assert bench.leg.is_quiescent()
-    assert said(bench.job(now=0.3, plan_no=8), Reserve)
+    assert [gone.reason for gone in said(bench.job(now=0.2, placement_no=7), Gone)] == ["lost"]
+    assert bench.role.is_quiescent()
+    assert said(bench.job(now=0.3, placement_no=8), Reserve)
 
 
 def test_a_job_that_comes_twice_is_one_job(bench):
@@ -93,7 +93,7 @@ def test_a_job_that_comes_twice_is_one_job(bench):
 def test_a_job_that_could_never_run_here_ends_the_request(bench):
     failed = said(bench.job(prompt=200), HandoverFailed)[0]
     assert (failed.reason, failed.retryable) == ("invalid", False)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_new_requests_are_bounded_and_replans_are_not():
@@ -128,10 +128,10 @@ def test_what_the_drain_does_not_finish_is_given_back(bench):
     bench.step(0.2)
     bench.handle(DrainRequested(), 0.3)
     actions = bench.tick(0.3 + bench.timers.node_drain_s + 0.1)
-    assert [(gone.attempt, gone.reason) for gone in said(actions, Gone)] == [(1, "given_back")]
+    assert [(gone.attempt, gone.reason) for gone in said(actions, Gone)] == [(1, "preempted")]
     assert bench.pool.num_held == 0
     told = bench.beat(61.0, (1, 1))
-    assert [gone.reason for gone in said(told, Gone)] == ["given_back"]  # until the list has it no more
+    assert [gone.reason for gone in said(told, Gone)] == ["preempted"]  # until the list has it no more
 
 
 # -- how far it goes without a grant
@@ -242,10 +242,10 @@ def test_none_left_is_no_room_and_the_kv_is_held_for_the_next_attempt(bench):
     assert (failed.reason, failed.held, failed.commit_sent) == ("no_room", True, False)
     assert bench.pool.num_held == 2
     assert said(bench.beat(0.5, (1, 1)), HandoverFailed) == [failed]
-    reserve = said(bench.job(now=0.6, attempt=2, plan_no=2, outputs=(50,)), Reserve)[0]
+    reserve = said(bench.job(now=0.6, attempt=2, placement_no=2, outputs=(50,)), Reserve)[0]
     assert bench.steps == []
     assert said(bench.grant(reserve, 0.7), Commit)[0].token_id == 50
-    assert len(bench.leg.jobs.by_plan) == 1
+    assert len(bench.role.jobs.by_attempt) == 1
 
 
 def test_held_kv_is_let_go_in_time_and_the_record_stays(bench):
@@ -259,12 +259,12 @@ def test_held_kv_is_let_go_in_time_and_the_record_stays(bench):
     assert bench.pool.num_held == 0
     assert job_of(bench).state is JobState.FAILED
     bench.beat(10.3, as_of=1)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_held_kv_is_bounded_by_a_share_of_the_pool():
     """Rule 22."""
-    bench = PrefillBench(Limits(held_share=0.0625, ungranted_share=1.0))
+    bench = PrefillBench(Limits(retained_share=0.0625, ungranted_share=1.0))
     bench.link_up()
     failures = [said(bench.job(number, candidates=0), HandoverFailed)[0] for number in (1, 2)]
     assert [failure.held for failure in failures] == [True, False]
@@ -370,11 +370,11 @@ def test_blocks_that_are_read_outlive_the_request(bench):
     actions = bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.4)
     assert StopPieces(reserve.key) in actions
     assert bench.pool.num_held == 2
-    assert not bench.leg.knows(request(1), 1)
-    assert not bench.leg.is_quiescent()
+    assert not bench.role.knows(request(1), 1)
+    assert not bench.role.is_quiescent()
     bench.stopped(actions, 0.5)
     assert bench.pool.num_held == 0
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_the_next_attempt_does_not_take_blocks_over_that_are_still_read(bench):
@@ -383,7 +383,7 @@ def test_the_next_attempt_does_not_take_blocks_over_that_are_still_read(bench):
     bench.step(0.3)
     bench.hear(DECODES[0], CommitRefused(key=reserve.key, reason="not_reserved"), 0.4)
     table = set(bench.scheduler.block_table(1))
-    actions = bench.job(now=0.5, attempt=2, plan_no=2, outputs=(50,))
+    actions = bench.job(now=0.5, attempt=2, placement_no=2, outputs=(50,))
     assert bench.pool.num_held > 2
     assert said(actions, Reserve)
     written = {block for plan in bench.steps for part in plan.scheduled for block in part.block_table[1:]}
@@ -434,9 +434,9 @@ def test_a_lost_worker_leaves_nothing(bench):
     bench.job(2, candidates=0)
     for tick in range(1, 16):
         bench.tick(0.2 * tick, worker=False)
-    assert bench.leg.knows(request(1), 1)
+    assert bench.role.knows(request(1), 1)
     bench.tick(3.3, worker=False)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
     assert bench.pool.num_held == 4  # the steps in flight still write them
     bench.step(3.4)
     bench.step(3.4)
@@ -453,7 +453,7 @@ def test_a_lost_first_token_that_ends_a_request_is_told_with_the_list(bench):
     assert said(bench.beat(0.5, (1, 1)), FirstToken) == [token]
     assert said(bench.beat(1.0, (1, 1), next_index=1), FirstToken) == []
     assert bench.beat(1.5) == []
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 def test_an_early_token_that_does_not_end_it_is_told_again_when_asked_for_only(bench):
@@ -486,14 +486,14 @@ def test_a_node_frees_by_its_own_backstop_a_second_after_the_workers_deadline(be
 
 
 def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
-    bench.job(attempt=2, plan_no=2)
+    bench.job(attempt=2, placement_no=2)
     bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
     other = Incarnation("9" * 32)
-    bench.tell(other, bench.leg.decodes.links.hello, 0.2)
+    bench.tell(other, bench.role.decodes.links.hello, 0.2)
     bench.tell(other, Cancel(request_id=request(1), attempt=9), 0.3)
-    assert bench.leg.knows(request(1), 2)
+    assert bench.role.knows(request(1), 2)
     bench.tell(WORKER, Cancel(request_id=request(1), attempt=2), 0.4)
-    assert bench.leg.is_quiescent()
+    assert bench.role.is_quiescent()
 
 
 # -- links to decode nodes
@@ -502,10 +502,14 @@ def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
 def test_decode_nodes_get_the_list_of_open_hand_overs(bench):
     """Rules 12 and 16."""
     reserve = said(bench.job(), Reserve)[0]
-    beats = {a.peer: a.message for a in bench.tick(0.7) if isinstance(a, Send) and isinstance(a.message, Beat)}
-    assert [(e.request_id, e.generation) for e in beats[DECODES[0]].entries] == [(request(1), reserve.key.generation)]
-    assert beats[DECODES[1]].entries == ()
-    assert beats[DECODES[0]].as_of == reserve.transfer_no
+    heartbeats = {
+        a.peer: a.message for a in bench.tick(0.7) if isinstance(a, Send) and isinstance(a.message, Heartbeat)
+    }
+    assert [(e.request_id, e.generation) for e in heartbeats[DECODES[0]].entries] == [
+        (request(1), reserve.key.generation)
+    ]
+    assert heartbeats[DECODES[1]].entries == ()
+    assert heartbeats[DECODES[0]].as_of == reserve.transfer_no
 
 
 def test_a_connection_begins_with_hello_and_kv_opens_with_the_welcome():
@@ -515,7 +519,7 @@ def test_a_connection_begins_with_hello_and_kv_opens_with_the_welcome():
     assert {action.endpoint for action in hellos} == {"d0", "d1"}
     assert isinstance(bench.handle(LinkConnected("d0"), 0.2)[0], SendHello)
     bench.link_up(0.3)
-    assert bench.leg.decodes.is_up(DECODES[0])
+    assert bench.role.decodes.is_up(DECODES[0])
 
 
 def test_a_link_that_comes_up_asks_at_once():
@@ -529,17 +533,17 @@ def test_a_link_that_comes_up_asks_at_once():
 def test_a_decode_node_that_refuses_hello_is_no_candidate(bench):
     bench.hear(DECODES[0], HelloRefused(reason="block_size: 4 != 8"), 0.1)
     assert said(bench.job(now=0.2), Reserve)[0].key.decode == DECODES[1]
-    assert bench.leg.decodes.links.links["d0"].refusal == "block_size: 4 != 8"
+    assert bench.role.decodes.links.links["d0"].refusal == "block_size: 4 != 8"
 
 
 def test_a_decode_node_that_forgot_us_is_greeted_again(bench):
-    actions = bench.hear(DECODES[0], OtherLife(), 0.4)
+    actions = bench.hear(DECODES[0], WrongIncarnation(), 0.4)
     assert [action.endpoint for action in actions if isinstance(action, SendHello)] == ["d0"]
 
 
 def test_workers_are_not_compared_but_prefill_nodes_are(bench):
     """Rule 6: the refusal names the field."""
-    hello = bench.leg.decodes.links.hello
+    hello = bench.role.decodes.links.hello
     stranger = Incarnation("8" * 32)
     wrong = replace(hello, compatibility=replace(COMPATIBILITY, block_size=8))
     assert said(bench.tell(stranger, wrong, 0.1), HelloRefused)[0].reason == "block_size: 4 != 8"

@@ -1,4 +1,4 @@
-"""The prefill leg and its node: what waits, what is not for it, both roles in one process, stuck engines, damage."""
+"""The prefill role and its node: what waits, what is not for it, both roles in one process, stuck engines, damage."""
 
 from array import array
 
@@ -32,8 +32,6 @@ from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import (
     Abort,
-    Beat,
-    BeatEntry,
     Cancel,
     Commit,
     CommitRefused,
@@ -42,6 +40,7 @@ from kvferry.common.protocol.messages import (
     Gone,
     Granted,
     HandoverFailed,
+    Heartbeat,
     Hello,
     Piece,
     Queued,
@@ -49,13 +48,14 @@ from kvferry.common.protocol.messages import (
     Reserve,
     Revoke,
     Status,
+    WantedRequest,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import StepResult
-from kvferry.decode_node.role import DecodeLeg
+from kvferry.decode_node.role import DecodeRole
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, LAYERS, ME, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import COMPATIBILITY, DECODES, LAYERS, SELF_ID, WORKER, PrefillBench, request, said
 from tests.unit.prefill_node.test_handover_send import TOKEN, make_sender, messages
 
 PEER = Incarnation("7" * 32)
@@ -69,7 +69,7 @@ def bench():
 
 
 def only_job(bench: PrefillBench):
-    (job,) = bench.leg.jobs
+    (job,) = bench.role.jobs
     return job
 
 
@@ -171,7 +171,7 @@ def reserve_of(key: TransferKey) -> Reserve:
     return Reserve(
         key=key,
         transfer_no=1,
-        plan_no=1,
+        placement_no=1,
         worker=WORKER,
         prompt_token_ids=array("I", [1, 2]),
         output_token_ids=array("I"),
@@ -197,32 +197,32 @@ def test_nothing_moves_what_was_committed(bench):
 def test_events_and_messages_of_others_change_nothing(bench):
     granted(bench)
     before = sender_of(bench).state
-    assert bench.handle(PieceSent(TransferKey(request(9), 1, 1, ME, DECODES[0]), 0), 0.3) == []
-    assert bench.handle(PieceSent(TransferKey(request(1), 1, 9, ME, DECODES[0]), 0), 0.3) == []
-    assert bench.leg.on_event(DrainRequested(), 0.3) == []
-    assert bench.leg.on_message(bench.core.clients.clients[WORKER], Status(status_no=1), 0.3) == []
+    assert bench.handle(PieceSent(TransferKey(request(9), 1, 1, SELF_ID, DECODES[0]), 0), 0.3) == []
+    assert bench.handle(PieceSent(TransferKey(request(1), 1, 9, SELF_ID, DECODES[0]), 0), 0.3) == []
+    assert bench.role.on_event(DrainRequested(), 0.3) == []
+    assert bench.role.on_message(bench.core.clients.clients[WORKER], Status(status_no=1), 0.3) == []
     assert bench.hear(DECODES[0], Hello(kind="worker", name="x"), 0.3) == []
     assert sender_of(bench).state is before
 
 
 def test_messages_that_no_leg_is_for_change_nothing(bench):
-    assert bench.tell(WORKER, Granted(key=TransferKey(request(1), 1, 1, ME, DECODES[0]), first_token=0), 0.2) == []
+    assert bench.tell(WORKER, Granted(key=TransferKey(request(1), 1, 1, SELF_ID, DECODES[0]), first_token=0), 0.2) == []
 
 
 def test_an_older_list_changes_nothing(bench):
     bench.job()
-    entry = BeatEntry(request_id=request(1), attempt=1, next_index=0, expected=True)
-    bench.tell(WORKER, Beat(beat_no=5, as_of=1, entries=(entry,)), 0.2)
-    assert bench.tell(WORKER, Beat(beat_no=4, as_of=1), 0.3) == []
-    assert bench.leg.knows(request(1), 1)
+    entry = WantedRequest(request_id=request(1), attempt=1, next_index=0, expected=True)
+    bench.tell(WORKER, Heartbeat(heartbeat_no=5, as_of=1, entries=(entry,)), 0.2)
+    assert bench.tell(WORKER, Heartbeat(heartbeat_no=4, as_of=1), 0.3) == []
+    assert bench.role.knows(request(1), 1)
 
 
 def test_a_worker_that_exits_in_order_leaves_nothing_at_once(bench):
     """Rule 15."""
     bench.job()
     bench.step(0.2)
-    bench.tell(WORKER, Beat(beat_no=9, as_of=9, last=True), 0.3)
-    assert bench.leg.is_quiescent()
+    bench.tell(WORKER, Heartbeat(heartbeat_no=9, as_of=9, last=True), 0.3)
+    assert bench.role.is_quiescent()
     assert bench.pool.num_held == 0
     assert WORKER not in bench.core.clients.clients
 
@@ -232,17 +232,17 @@ def test_a_worker_that_exits_in_order_leaves_nothing_at_once(bench):
 
 def test_a_node_of_both_roles_keeps_them_apart():
     bench = PrefillBench()
-    decode = DecodeLeg(bench.scheduler, bench.timers, bench.limits, LAYERS, lambda: bench.core.clients)
-    bench.core = NodeCore(bench.core.identity, bench.timers, bench.scheduler, [bench.leg, decode])
-    assert bench.core.roles == ("prefill", "decode")
+    decode = DecodeRole(bench.scheduler, bench.timers, bench.limits, LAYERS, lambda: bench.core.clients)
+    bench.core = NodeCore(bench.core.identity, bench.timers, bench.scheduler, [bench.role, decode])
+    assert bench.core.role_names == ("prefill", "decode")
     bench.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
     bench.tell(PEER, Hello(kind="prefill", name="p2", compatibility=COMPATIBILITY), 0.0)
     bench.beat(0.1, as_of=0)
     bench.job(1, candidates=1)
-    bench.tell(PEER, reserve_of(TransferKey(request(2), 1, 1, PEER, ME)), 0.2)
-    assert bench.leg.knows(request(1), 1)
+    bench.tell(PEER, reserve_of(TransferKey(request(2), 1, 1, PEER, SELF_ID)), 0.2)
+    assert bench.role.knows(request(1), 1)
     assert decode.knows(request(2), 1)
-    assert not bench.leg.knows(request(2), 1)
+    assert not bench.role.knows(request(2), 1)
     bench.step(0.3)
     assert only_job(bench).state is JobState.COMPUTED
     told = said(bench.beat(0.4, (1, 1), (2, 1), (3, 1), as_of=1), Gone)
@@ -254,7 +254,7 @@ def test_a_node_of_both_roles_keeps_them_apart():
 
 
 def piece_of(request_id):
-    key = TransferKey(request_id, 1, 1, PEER, ME)
+    key = TransferKey(request_id, 1, 1, PEER, SELF_ID)
     return Piece(key=key, number=0, layer_start=0, layer_end=1, token_start=0, token_end=1, num_bytes=1)
 
 
@@ -345,16 +345,16 @@ def damage_delisted(bench):
 
 
 def damage_filed(bench):
-    jobs = bench.leg.jobs
-    jobs.by_plan = {key._replace(attempt=9): job for key, job in jobs.by_plan.items()}
+    jobs = bench.role.jobs
+    jobs.by_attempt = {key._replace(attempt=9): job for key, job in jobs.by_attempt.items()}
 
 
 def damage_seq_index(bench):
-    bench.leg.jobs.by_seq.clear()
+    bench.role.jobs.by_seq.clear()
 
 
 def damage_seq_of_nobody(bench):
-    bench.leg.jobs.by_plan.clear()
+    bench.role.jobs.by_attempt.clear()
 
 
 def damage_commit_sent(bench):

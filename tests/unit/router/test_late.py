@@ -38,11 +38,11 @@ class Node:
     """A node of both roles that the test speaks for, over a real socket."""
 
     def __init__(self, context: TransportContext) -> None:
-        self.me = new_incarnation()
+        self.self_id = new_incarnation()
         self.socket = NodeSocket(context, SocketOptions())
         self.endpoint = self.socket.bind("inproc://node")
         self.heard: list[Message] = []
-        self.worker = self.me
+        self.worker = self.self_id
 
     def hears(self, kind: type[Message]) -> bool:
         """Whether the worker has said such a thing."""
@@ -52,7 +52,7 @@ class Node:
         return any(isinstance(message, kind) for message in self.heard)
 
     def say(self, message: Message) -> None:
-        self.socket.send(self.worker, encode(Envelope(self.me, self.worker, message), Limits()))
+        self.socket.send(self.worker, encode(Envelope(self.self_id, self.worker, message), Limits()))
 
 
 @asynccontextmanager
@@ -109,7 +109,7 @@ def test_a_node_is_not_dead_because_the_worker_slept():
             node.say(Status(status_no=2))
             clock.advance(60.0)
             service.tick()
-            link = service.core.links.peer(node.me)
+            link = service.core.links.peer(node.self_id)
             assert link is not None
             assert link.state is LinkState.ALIVE
             assert link.status == Status(status_no=2)

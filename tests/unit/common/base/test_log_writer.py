@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from kvferry.common.base.log_writer import LineWriter
+from kvferry.common.base.log_writer import LogWriter
 
 MUCH = "x" * (1 << 17)
 
@@ -32,7 +32,7 @@ def read_all(fd: int) -> bytes:
 
 def test_a_line_is_written_whole(pipe):
     read_fd, write_fd = pipe
-    lines = LineWriter(write_fd)
+    lines = LogWriter(write_fd)
     assert lines.write("a")
     assert lines.write("y" * 10_000)
     assert read_all(read_fd) == b"a\n" + b"y" * 10_000 + b"\n"
@@ -40,7 +40,7 @@ def test_a_line_is_written_whole(pipe):
 
 def test_a_full_pipe_takes_nothing_and_nobody_waits(pipe):
     read_fd, write_fd = pipe
-    lines = LineWriter(write_fd)
+    lines = LogWriter(write_fd)
     assert not lines.write(MUCH)
     assert not lines.write("lost")
     assert len(read_all(read_fd)) < len(MUCH)
@@ -48,7 +48,7 @@ def test_a_full_pipe_takes_nothing_and_nobody_waits(pipe):
 
 def test_after_a_torn_line_the_next_begins_on_a_line_of_its_own(pipe):
     read_fd, write_fd = pipe
-    lines = LineWriter(write_fd)
+    lines = LogWriter(write_fd)
     lines.write(MUCH)
     assert set(read_all(read_fd)) == {ord("x")}
     assert lines.write("after")
@@ -59,15 +59,15 @@ def test_after_a_torn_line_the_next_begins_on_a_line_of_its_own(pipe):
 def test_a_reader_that_has_gone_is_no_error():
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
-    assert not LineWriter(write_fd).write("a")
+    assert not LogWriter(write_fd).write("a")
     os.close(write_fd)
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
-        assert not LineWriter(ours.fileno()).write("a")
+        assert not LogWriter(ours.fileno()).write("a")
 
 
 def test_what_is_no_text_is_written_all_the_same(pipe):
     read_fd, write_fd = pipe
-    assert LineWriter(write_fd).write("\udc80")
+    assert LogWriter(write_fd).write("\udc80")
     assert read_all(read_fd) == b"\\udc80\n"

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvferry.common.base.run_with_timeout import within
+from kvferry.common.base.run_with_timeout import run_with_timeout
 from tests.support.transport import DEADLINE_S
 
 LONG_S = DEADLINE_S
@@ -26,9 +26,9 @@ def test_a_result_and_an_exception_come_through():
     async def main() -> None:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_soon(future.set_result, "there")
-        assert await within(LONG_S, result_of(future)) == "there"
+        assert await run_with_timeout(LONG_S, result_of(future)) == "there"
         with pytest.raises(ValueError, match="no"):
-            await within(LONG_S, fails())
+            await run_with_timeout(LONG_S, fails())
 
     asyncio.run(main())
 
@@ -44,7 +44,7 @@ def test_what_takes_too_long_has_ended_when_that_is_told():
 
     async def main() -> None:
         with pytest.raises(TimeoutError):
-            await within(0.0, slow())
+            await run_with_timeout(0.0, slow())
 
     asyncio.run(main())
     assert ended == [True]
@@ -61,7 +61,7 @@ def test_a_result_at_the_end_of_the_time_is_not_thrown_away():
         return "never"
 
     async def main() -> None:
-        assert await within(0.0, just_in_time()) == "made"
+        assert await run_with_timeout(0.0, just_in_time()) == "made"
 
     asyncio.run(main())
 
@@ -80,7 +80,7 @@ async def cancelled_with_the_result(bound: Callable[[float, Awaitable[str]], Awa
 
 
 def test_a_cancellation_that_meets_the_result_is_not_swallowed():
-    assert asyncio.run(cancelled_with_the_result(within)) == "cancelled"  # type: ignore[arg-type]
+    assert asyncio.run(cancelled_with_the_result(run_with_timeout)) == "cancelled"  # type: ignore[arg-type]
 
 
 def test_a_cancellation_that_meets_the_end_of_the_time_is_not_taken_for_it():
@@ -88,7 +88,7 @@ def test_a_cancellation_that_meets_the_end_of_the_time_is_not_taken_for_it():
 
     async def main(cancel_first: bool) -> bool:
         loop = asyncio.get_running_loop()
-        bounded = within(0.0, forever())
+        bounded = run_with_timeout(0.0, forever())
         caller: asyncio.Task[None] = loop.create_task(bounded)
         if cancel_first:
             loop.call_soon(caller.cancel)
@@ -111,7 +111,7 @@ def test_a_cancelled_caller_leaves_no_work_behind():
             ended.append(True)
 
     async def main() -> None:
-        caller = asyncio.get_running_loop().create_task(within(LONG_S, slow()))
+        caller = asyncio.get_running_loop().create_task(run_with_timeout(LONG_S, slow()))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         caller.cancel()

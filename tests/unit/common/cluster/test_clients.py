@@ -12,14 +12,14 @@ from kvferry.common.cluster.clients import (
     ClientTable,
 )
 from kvferry.common.config.protocol import Timers
-from kvferry.common.protocol.messages import Beat, BeatEntry
+from kvferry.common.protocol.messages import Heartbeat, WantedRequest
 
 WORKER, PREFILL = Incarnation("1" * 32), Incarnation("2" * 32)
 REQUEST = RequestId("a" * 32)
 
 
-def entry(attempt: int = 1, generation: int = 0) -> BeatEntry:
-    return BeatEntry(request_id=REQUEST, attempt=attempt, next_index=0, expected=True, generation=generation)
+def entry(attempt: int = 1, generation: int = 0) -> WantedRequest:
+    return WantedRequest(request_id=REQUEST, attempt=attempt, next_index=0, expected=True, generation=generation)
 
 
 @pytest.fixture
@@ -33,31 +33,31 @@ def client(table):
 
 
 def test_the_newest_list_counts_in_whatever_order_they_come(client):
-    assert client.take(Beat(beat_no=2, as_of=5, entries=(entry(),)), 1.0)
-    assert not client.take(Beat(beat_no=1, as_of=9), 2.0)
-    assert not client.take(Beat(beat_no=2, as_of=9), 3.0)
+    assert client.take(Heartbeat(heartbeat_no=2, as_of=5, entries=(entry(),)), 1.0)
+    assert not client.take(Heartbeat(heartbeat_no=1, as_of=9), 2.0)
+    assert not client.take(Heartbeat(heartbeat_no=2, as_of=9), 3.0)
     assert (client.as_of, set(client.entries)) == (5, {REQUEST})
     assert client.last_heard == 3.0  # it lives all the same
-    assert client.last_beat == 1.0
+    assert client.last_heartbeat == 1.0
 
 
 def test_what_is_younger_than_the_list_is_wanted(client):
-    client.take(Beat(beat_no=1, as_of=5), 1.0)
+    client.take(Heartbeat(heartbeat_no=1, as_of=5), 1.0)
     assert client.wants(6, REQUEST, 1)
     assert not client.wants(5, REQUEST, 1)
 
 
 def test_only_the_listed_attempt_and_generation_are_wanted(client):
-    client.take(Beat(beat_no=1, as_of=5, entries=(entry(attempt=2, generation=3),)), 1.0)
+    client.take(Heartbeat(heartbeat_no=1, as_of=5, entries=(entry(attempt=2, generation=3),)), 1.0)
     assert client.wants(4, REQUEST, 2, 3)
     assert not client.wants(4, REQUEST, 1, 3)
     assert not client.wants(4, REQUEST, 2, 2)
 
 
 def test_hello_again_changes_nothing_that_is_held(table, client):
-    client.take(Beat(beat_no=4, as_of=5, entries=(entry(),)), 1.0)
+    client.take(Heartbeat(heartbeat_no=4, as_of=5, entries=(entry(),)), 1.0)
     assert table.hello(WORKER, "worker", "w", 2.0) is client
-    assert client.beat_no == 4
+    assert client.heartbeat_no == 4
     assert client.last_heard == 2.0
 
 
@@ -75,12 +75,12 @@ def test_only_the_silent_are_taken_out_and_once(table, client):
 def test_who_slept_blames_nobody(table, client):
     """Rule 9: what was not heard meanwhile does not count, and the worker counts as heard lately enough to take
     reservations for it."""
-    client.take(Beat(beat_no=1, as_of=0), 0.1)
+    client.take(Heartbeat(heartbeat_no=1, as_of=0), 0.1)
     quiet = table.hello(PREFILL, "prefill", "p", 0.0)
     table.forgive(49.5, 50.0)
     assert table.take_silent(52.4) == []
-    assert 50.0 - client.last_beat < Timers().worker_link_s
-    assert quiet.last_beat < 0  # one that never sent a list still has not
+    assert 50.0 - client.last_heartbeat < Timers().worker_link_s
+    assert quiet.last_heartbeat < 0  # one that never sent a list still has not
 
 
 def test_the_silence_before_a_sleep_keeps_its_age(table, client):

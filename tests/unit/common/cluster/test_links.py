@@ -117,7 +117,7 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
         table.tick(now)
         lost = table.take_lost()
     awake_s = now - 60.0  # the silence before the sleep goes on after it
-    assert awake_s + timers.beat_s == pytest.approx(timers.dead_after_s, abs=0.11)
+    assert awake_s + timers.heartbeat_s == pytest.approx(timers.dead_after_s, abs=0.11)
     assert lost == [OLD]
     table.check_invariants()
 
@@ -133,7 +133,7 @@ def test_who_is_always_late_notices_a_silence_too(gap_s):
     while table.links[HERE].up and ticks < 100:
         ticks += 1
         table.tick(gap_s * ticks)
-    assert ticks == timers.dead_after_s // min(gap_s, timers.beat_s) + 1
+    assert ticks == timers.dead_after_s // min(gap_s, timers.heartbeat_s) + 1
 
 
 def test_what_waited_for_who_slept_is_heard_now():

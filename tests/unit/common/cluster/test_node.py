@@ -25,15 +25,15 @@ from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
-    Beat,
-    BeatEntry,
     Commit,
     Envelope,
     Gone,
+    Heartbeat,
     Hello,
-    OtherLife,
     Reserve,
+    WantedRequest,
     Welcome,
+    WrongIncarnation,
 )
 from kvferry.common.protocol.model_info import (
     Compatibility,
@@ -43,11 +43,11 @@ from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
 
 OTHER = Incarnation("3" * 32)
-ME, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
+SELF_ID, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
 
 
 class PrefillRole:
-    """A leg that has the role and holds nothing."""
+    """A role that has the role and holds nothing."""
 
     role = "prefill"
 
@@ -64,16 +64,16 @@ class PrefillRole:
 PREFILL_ROLE = (PrefillRole(),)
 
 
-def make_core(legs=()) -> NodeCore:
+def make_core(roles=()) -> NodeCore:
     identity = NodeIdentity(
-        ME,
+        SELF_ID,
         "n",
         ModelInfo(name="m", vocab_size=8, max_model_len=8, max_position_embeddings=8),
         Compatibility(
             protocol_version=PROTOCOL_VERSION, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
         ),
     )
-    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), legs)
+    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), roles)
 
 
 def said(actions, kind):
@@ -88,19 +88,21 @@ def test_time_before_its_first_tick_is_no_engine_stall():
 def test_a_client_that_never_said_hello_is_told_so():
     core = make_core()
     core.handle(Tick(), 0.0)
-    answer = core.handle(Received(Envelope(WORKER, ME, Beat(beat_no=1, as_of=0))), 0.1)
-    assert said(answer, OtherLife)
+    answer = core.handle(Received(Envelope(WORKER, SELF_ID, Heartbeat(heartbeat_no=1, as_of=0))), 0.1)
+    assert said(answer, WrongIncarnation)
     assert said(core.handle(Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w"))), 0.2), Welcome)
-    assert not said(core.handle(Received(Envelope(WORKER, ME, Beat(beat_no=1, as_of=0))), 0.3), OtherLife)
+    assert not said(
+        core.handle(Received(Envelope(WORKER, SELF_ID, Heartbeat(heartbeat_no=1, as_of=0))), 0.3), WrongIncarnation
+    )
     core.check_invariants()
 
 
 def test_a_message_to_an_earlier_life_is_answered_with_who_lives_here():
     core = make_core()
     core.handle(Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w"))), 0.0)
-    late = Envelope(WORKER, Incarnation("3" * 32), Beat(beat_no=9, as_of=9))
-    assert said(core.handle(Received(late), 0.1), OtherLife)
-    assert core.clients.clients[WORKER].beat_no == 0
+    late = Envelope(WORKER, Incarnation("3" * 32), Heartbeat(heartbeat_no=9, as_of=9))
+    assert said(core.handle(Received(late), 0.1), WrongIncarnation)
+    assert core.clients.clients[WORKER].heartbeat_no == 0
 
 
 def test_a_draining_node_with_nothing_left_ends():
@@ -116,9 +118,9 @@ def test_what_a_returning_client_expects_may_have_been_here():
     hello = Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w")))
 
     def answers(number: int, now: float) -> list[str]:
-        entry = BeatEntry(request_id=RequestId("a" * 32), attempt=number, next_index=0, expected=True)
-        beat = Beat(beat_no=number, as_of=number, entries=(entry,))
-        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, ME, beat)), now), Gone)]
+        entry = WantedRequest(request_id=RequestId("a" * 32), attempt=number, next_index=0, expected=True)
+        beat = Heartbeat(heartbeat_no=number, as_of=number, entries=(entry,))
+        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, SELF_ID, beat)), now), Gone)]
 
     core.handle(hello, 0.0)
     assert answers(1, 0.1) == ["never_known"]
@@ -132,7 +134,7 @@ def test_what_a_returning_client_expects_may_have_been_here():
 
 
 class Hears:
-    """A leg that notes what it is told."""
+    """A role that notes what it is told."""
 
     role = "decode"
 
@@ -150,11 +152,13 @@ class Hears:
         return lambda *arguments: []
 
 
-@pytest.mark.parametrize(("prefill", "decode", "heard"), [(WORKER, ME, 1), (OTHER, ME, 0), (WORKER, OTHER, 0)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "heard"), [(WORKER, SELF_ID, 1), (OTHER, SELF_ID, 0), (WORKER, OTHER, 0)]
+)
 def test_a_transfer_key_counts_only_from_and_to_the_lives_that_it_names(prefill, decode, heard):
     """Rule 2."""
-    leg = Hears()
-    core = make_core([leg])
-    core.handle(Received(Envelope(WORKER, ME, Hello(kind="prefill", name="p"))), 0.0)
-    core.handle(Received(Envelope(WORKER, ME, Abort(key=TransferKey(RequestId("r"), 1, 1, prefill, decode)))), 0.1)
-    assert len(leg.heard) == heard
+    role = Hears()
+    core = make_core([role])
+    core.handle(Received(Envelope(WORKER, SELF_ID, Hello(kind="prefill", name="p"))), 0.0)
+    core.handle(Received(Envelope(WORKER, SELF_ID, Abort(key=TransferKey(RequestId("r"), 1, 1, prefill, decode)))), 0.1)
+    assert len(role.heard) == heard

@@ -11,7 +11,7 @@ from tests.support.prefill_bench import PrefillBench, said
 
 def running(**options) -> PrefillBench:
     """Request 1 decodes, and a step of it is in flight with one ahead of it."""
-    bench = PrefillBench(unsplit=True, steps_in_flight=2, **options)
+    bench = PrefillBench(colocated=True, steps_in_flight=2, **options)
     bench.job(here=True, max_new_tokens=20)
     bench.step(0.2)
     return bench

@@ -28,19 +28,19 @@ def load_set(*texts: str) -> ClusterConfig:
     [
         (["model.name=a/b"], "model.name"),
         (["model.name=' a'"], "model.name"),
-        (["timers.beat_s=1.5"], "timers.beat_s"),
+        (["timers.heartbeat_s=1.5"], "timers.heartbeat_s"),
         (["timers.suspect_s=2.5"], "timers.suspect_s"),
-        (["timers.client_silent_s=0.5"], "timers.beat_s"),
+        (["timers.client_silent_s=0.5"], "timers.heartbeat_s"),
         (["timers.engine_stall_s=30"], "timers.engine_stall_s"),
         (["timers.backoff_min_s=3"], "timers.backoff_min_s"),
-        (["timers.hold_s=-1"], "timers.hold_s"),
-        (["timers.hold_s=0"], "timers.hold_s"),
-        (["timers.beat_s=nan"], "timers.beat_s"),
+        (["timers.retain_s=-1"], "timers.retain_s"),
+        (["timers.retain_s=0"], "timers.retain_s"),
+        (["timers.heartbeat_s=nan"], "timers.heartbeat_s"),
         (["node.tensor_parallel=0"], "node.tensor_parallel"),
         (["node.tensor_parallel=2", "decode.kv_bind=inproc://x"], "decode.kv_bind"),
         (["node.tensor_parallel=4", "decode.kv_bind=tcp://127.0.0.1:65533"], "decode.kv_bind"),
         (["timers.node_drain_s=inf"], "timers.node_drain_s"),
-        (["limits.held_share=1.5"], "limits.held_share"),
+        (["limits.retained_share=1.5"], "limits.retained_share"),
         (["limits.max_attempts=0"], "limits.max_attempts"),
         (["limits.piece_target_bytes=1000000000"], "limits.piece_target_bytes"),
         (["limits.piece_target_bytes=65535"], "limits.piece_target_bytes"),
@@ -70,7 +70,7 @@ def test_what_cannot_work_is_refused_by_key(settings: list[str], key: str):
 
 
 def test_zero_is_fine_where_it_means_none():
-    assert load_set("timers.replan_jitter_s=0").timers.replan_jitter_s == 0
+    assert load_set("timers.retry_jitter_s=0").timers.retry_jitter_s == 0
     assert load_set("limits.ungranted_share=0").limits.ungranted_share == 0
 
 
@@ -134,7 +134,7 @@ def test_the_model_is_named_after_its_path(settings: list[str], name: str):
         ((), 2, ""),
         ((), 1, "2 nodes with 2 threads in all share 1 core:"),
         (("serve.prefill=100",), 2, "101 nodes with 101 threads in all share 2 cores:"),
-        (("serve.unsplit=1",), 1, ""),
+        (("serve.colocated=1",), 1, ""),
         (("node.threads=4",), 8, ""),
         (("node.threads=5",), 8, "2 nodes with 10 threads in all share 8 cores:"),
         (("node.tensor_parallel=2",), 2, "2 nodes with 4 threads in all share 2 cores:"),
@@ -206,9 +206,9 @@ def test_threads_and_kv_are_shared_by_the_nodes_of_a_host():
     assert settings.threads == 2
     assert settings.kv_cache_bytes is None
     assert settings.kv_cache_bytes_on_cpu == 1 << 30
-    mixed = resolve_node(load_set("serve.prefill=1", "serve.unsplit=3", "unsplit.threads=3"), "unsplit", HOST)
+    mixed = resolve_node(load_set("serve.prefill=1", "serve.colocated=3", "colocated.threads=3"), "colocated", HOST)
     assert mixed.threads == 3
-    assert resolve_node(load_set("serve.prefill=1", "serve.unsplit=3"), "unsplit", HOST).threads == 2
+    assert resolve_node(load_set("serve.prefill=1", "serve.colocated=3"), "colocated", HOST).threads == 2
     alone = resolve_node(load_set("node.nodes_on_host=1"), "decode", HOST)
     assert alone.threads == 8
     crowded = resolve_node(load_set("node.nodes_on_host=99"), "decode", HOST)

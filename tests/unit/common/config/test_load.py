@@ -19,7 +19,7 @@ def test_the_defaults_that_stay():
     assert (config.router.host, config.router.port, config.router.workers) == ("127.0.0.1", 1025, 2)
     assert config.node.kv_cache_bytes is None
     assert config.node.threads is None
-    assert config.timers.beat_s == 0.5
+    assert config.timers.heartbeat_s == 0.5
     assert config.limits.max_attempts == 5
 
 
@@ -27,7 +27,7 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path):
     file = tmp_path / "cluster.toml"
     file.write_text("[router]\nport = 7\nworkers = 3\n[timers]\nbeat_s = 1\n")
     config = load_config(file, [Override("router", "port", 8), Override("router", "port", 9)])
-    assert (config.router.port, config.router.workers, config.timers.beat_s) == (9, 3, 1.0)
+    assert (config.router.port, config.router.workers, config.timers.heartbeat_s) == (9, 3, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_an_override_that_the_toml_reader_chokes_on_is_shown_shortly(value: str)
         "limits.header_max_bytes=1",
         "limits.job_ids_max_bytes=10239",
         "timers.link_timeout_s=2147484",
-        "timers.beat_s=1e-300",
-        "timers.hold_s=1e308",
+        "timers.heartbeat_s=1e-300",
+        "timers.retain_s=1e308",
         'prefill.name="a\\nb"',
         'model.name="\\u0000"',
         'router.host="\\n"',

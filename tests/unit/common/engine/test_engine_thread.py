@@ -18,7 +18,7 @@ from kvferry.common.engine.engine_thread import (
     SAY_S,
     EngineThread,
 )
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 from tests.support.eventually import PATIENCE_S
 
 
@@ -30,9 +30,9 @@ class CountingRunner:
     """Draws 101, 102 and so on for sequence 7; the second step fails."""
 
     def __init__(self) -> None:
-        self.plans: list[StepPlan] = []
+        self.plans: list[StepBatch] = []
 
-    def execute(self, plan: StepPlan, on_layers_done: Callable[[int], None] | None) -> StepResult:
+    def execute(self, plan: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
         self.plans.append(plan)
         if on_layers_done is not None:
             on_layers_done(1)
@@ -41,7 +41,7 @@ class CountingRunner:
         return StepResult(plan.step_id, {7: 100 + plan.step_id})
 
 
-def run(*plans: StepPlan) -> tuple[list[StepPlan], list[Event]]:
+def run(*plans: StepBatch) -> tuple[list[StepBatch], list[Event]]:
     """What the runner was given, and what was posted."""
     runner, posted = CountingRunner(), list[Event]()
     engine = EngineThread(runner, lambda: None, posted.append, logging.getLogger("test"))
@@ -53,19 +53,19 @@ def run(*plans: StepPlan) -> tuple[list[StepPlan], list[Event]]:
 
 
 def test_a_step_planned_ahead_computes_what_the_step_before_drew():
-    plans, posted = run(StepPlan(1, (part(5, 3),)), StepPlan(3, (part(0, 4, ahead=True),)))
-    assert plans == [StepPlan(1, (part(5, 3),)), StepPlan(3, (part(101, 4),))]
+    plans, posted = run(StepBatch(1, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),)))
+    assert plans == [StepBatch(1, (part(5, 3),)), StepBatch(3, (part(101, 4),))]
     assert posted == [StepDone(StepResult(1, {7: 101})), StepDone(StepResult(3, {7: 103}))]
 
 
 def test_behind_a_failure_it_computes_some_id():
-    plans, posted = run(StepPlan(2, (part(5, 3),)), StepPlan(3, (part(0, 4, ahead=True),)))
-    assert plans[1] == StepPlan(3, (part(0, 4),))
+    plans, posted = run(StepBatch(2, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),)))
+    assert plans[1] == StepBatch(3, (part(0, 4),))
     assert posted[0] == StepDone(StepResult(2, failed={7: "not a number"}))
 
 
 def test_layers_are_told_of_the_step_that_reports_them():
-    _, posted = run(StepPlan(1, (part(5, 3),)), StepPlan(3, (part(0, 4, ahead=True),), report_layers=True))
+    _, posted = run(StepBatch(1, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),), report_layers=True))
     assert [event for event in posted if isinstance(event, LayersDone)] == [LayersDone(3, 1)]
 
 
@@ -76,7 +76,7 @@ class SlowRunner:
         self.clock, self.layer_s = clock, layer_s
         self.asked: list[int] = []
 
-    def execute(self, plan: StepPlan, on_layers_done: Callable[[int], None] | None) -> StepResult:
+    def execute(self, plan: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
         for layer in range(4):
             self.clock.advance(self.layer_s)
             if on_layers_done is not None:
@@ -86,7 +86,7 @@ class SlowRunner:
         return StepResult(plan.step_id)
 
 
-def go(layer_s: float, *plans: StepPlan) -> tuple[list[int], list[Event]]:
+def go(layer_s: float, *plans: StepBatch) -> tuple[list[int], list[Event]]:
     clock, posted = ManualClock(), list[Event]()
     runner = SlowRunner(clock, layer_s)
     engine = EngineThread(runner, lambda: None, posted.append, logging.getLogger("test"), clock=clock)
@@ -97,8 +97,8 @@ def go(layer_s: float, *plans: StepPlan) -> tuple[list[int], list[Event]]:
     return runner.asked, posted
 
 
-DECODE = tuple(StepPlan(number, (part(5, number),)) for number in (1, 2, 3))
-CHUNK = StepPlan(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),))
+DECODE = tuple(StepBatch(number, (part(5, number),)) for number in (1, 2, 3))
+CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),))
 
 
 @pytest.mark.parametrize(("layer_s", "signs"), [(SAY_S * 3, 4), (SAY_S / 2, 2), (SAY_S / 8, 0)])

@@ -9,7 +9,7 @@ import torch
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.models.load import LoadedModel, load_model
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch
 from tests.support.engine_driver import EngineDriver, Sequence
 from tests.support.tiny_llama import make_checkpoint, random_prompt
 
@@ -78,7 +78,7 @@ def test_signs_of_a_step_change_nothing_of_it(loaded: LoadedModel) -> None:
     sequence = driver.add([1, 2, 3])
     driver.reserve(sequence, 3)
     scheduled = ScheduledSequence(1, array("I", [1, 2, 3]), 0, tuple(sequence.blocks), False)
-    plan = StepPlan(1, (scheduled,))
+    plan = StepBatch(1, (scheduled,))
     assert driver.runner.execute(plan, told.append).sampled == {}
     assert told == [1, 2, 3]
 
@@ -136,7 +136,7 @@ def test_a_block_table_that_is_too_short_is_refused(loaded: LoadedModel) -> None
     driver = EngineDriver(loaded, block_size=4)
     scheduled = ScheduledSequence(1, array("I", [1, 2, 3, 4, 5]), 0, (0,), False)
     with pytest.raises(ValueError, match="up to 5, with 1 blocks"):
-        driver.runner.execute(StepPlan(1, (scheduled,)))
+        driver.runner.execute(StepBatch(1, (scheduled,)))
 
 
 def _poison(driver: EngineDriver, sequence: Sequence) -> None:

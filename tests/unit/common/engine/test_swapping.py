@@ -22,7 +22,7 @@ from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.events import Sampled
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec
-from kvferry.common.scheduling.step import BlockCopies, StepPlan
+from kvferry.common.scheduling.step import BlockCopies, StepBatch
 from tests.support.engine_driver import EngineDriver
 from tests.support.paged_device import PagedDevice
 from tests.support.replayed_graphs import ReplayedGraphs
@@ -91,9 +91,9 @@ def test_a_plan_of_nothing_but_copies_is_done_on_return(loaded: LoadedModel) -> 
     driver.generate([sequence], 1)
     kv = bytes(driver.cache.read(0, driver.cache.num_layers, sequence.blocks, 0, 14))
     blocks, host = tuple(sequence.blocks), (3, 0, 1, 2)
-    assert driver.runner.execute(StepPlan(90, (), swap_out=(BlockCopies(1, blocks, host),))).sampled == {}
+    assert driver.runner.execute(StepBatch(90, (), swap_out=(BlockCopies(1, blocks, host),))).sampled == {}
     driver.cache.write(0, driver.cache.num_layers, sequence.blocks, 0, 14, bytes(len(kv)))
-    driver.runner.execute(StepPlan(91, (), swap_in=(BlockCopies(1, blocks, host),)))
+    driver.runner.execute(StepBatch(91, (), swap_in=(BlockCopies(1, blocks, host),)))
     assert bytes(driver.cache.read(0, driver.cache.num_layers, sequence.blocks, 0, 14)) == kv
 
 

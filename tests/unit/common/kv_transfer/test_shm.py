@@ -244,12 +244,12 @@ class Node:
         checksum: bool = True,
         clock: Clock | None = None,
     ) -> None:
-        self.me = new_incarnation()
+        self.self_id = new_incarnation()
         self.cache = MemoryCache()
         self.posted = Posted()
         self.mover = ZmqKvMover(
             context,
-            self.me,
+            self.self_id,
             f"inproc://{name}",
             self.cache,
             Limits(),
@@ -257,7 +257,7 @@ class Node:
             checksum=checksum,
             window=WINDOW,
             memory=ShmSlots(num_slots, SLOT_BYTES),
-            reach=ShmReach(self.me),
+            reach=ShmReach(self.self_id),
             clock=clock,
         )
         self.endpoint = self.mover.start()
@@ -289,11 +289,11 @@ def decode(context: TransportContext) -> Iterator[Node]:
 
 
 def joined(prefill: Node, decode: Node) -> None:
-    prefill.mover.open(decode.me, decode.endpoint, staging=decode.mover.staging_place)
+    prefill.mover.open(decode.self_id, decode.endpoint, staging=decode.mover.staging_place)
 
 
 def pieces_of(prefill: Node, decode: Node, count: int, number: int = 1):
-    key = key_between(prefill.me, decode.me, number)
+    key = key_between(prefill.self_id, decode.self_id, number)
     return key, [piece_of(prefill.cache, key, i, layers=(i % 4, i % 4 + 1), tokens=(2, 11)) for i in range(count)]
 
 
@@ -311,7 +311,7 @@ def test_pieces_go_through_slots_and_more_of_them_than_there_are_slots(prefill: 
 
 
 def test_without_reach_without_slots_and_too_large_pieces_go_in_messages(prefill: Node, decode: Node):
-    prefill.mover.open(decode.me, decode.endpoint, staging="shm://elsewhere/1/2/3/4/5")
+    prefill.mover.open(decode.self_id, decode.endpoint, staging="shm://elsewhere/1/2/3/4/5")
     key, pieces = pieces_of(prefill, decode, 2)
     decode.mover.expect(key, TABLE, 2, (0,))
     prefill.mover.send(pieces[0], TABLE, (0,))
@@ -360,15 +360,15 @@ def test_a_session_is_closed_when_its_life_has_let_go(prefill: Node, decode: Nod
     decode.mover.expect(key, TABLE, 2, (1,))
     prefill.mover.send(pieces[0], TABLE, (1,))
     wait_until(lambda: decode.posted.of(PieceArrived))
-    decode.mover.close_session(prefill.me)
+    decode.mover.close_session(prefill.self_id)
     decode.mover.close_session(OTHER)
     wait_until(lambda: decode.posted.of(SessionClosed))
     assert decode.posted.of(SessionClosed) == [SessionClosed(OTHER)]
-    prefill.mover.close_peer(decode.me)
+    prefill.mover.close_peer(decode.self_id)
 
     def closed() -> bool:
-        decode.mover.close_session(prefill.me)
-        return SessionClosed(prefill.me) in decode.posted.all()
+        decode.mover.close_session(prefill.self_id)
+        return SessionClosed(prefill.self_id) in decode.posted.all()
 
     wait_until(closed)
 
@@ -383,7 +383,7 @@ def test_slots_of_a_node_that_took_nothing_for_a_while_are_used_again(context: T
     prefill.mover.send(pieces[0], TABLE, (1,))
     wait_until(lambda: prefill.posted.of(PieceSent))
     clock.advance(WINDOW.stall_s)
-    prefill.mover.stop(key_between(prefill.me, OTHER))  # it looks at the clock
+    prefill.mover.stop(key_between(prefill.self_id, OTHER))  # it looks at the clock
     wait_until(lambda: prefill.posted.of(KvSendFailed))
     assert prefill.posted.of(KvSendFailed) == [KvSendFailed(stalled, "the node takes no KV")]
     go_on.set()

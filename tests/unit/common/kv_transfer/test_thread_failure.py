@@ -51,9 +51,9 @@ def test_a_kv_thread_that_fails_at_a_piece_says_so_and_nobody_waits_for_it(conte
         own, posted, cache = new_incarnation(), Posted(), MemoryCache()
         mover = ZmqKvMover(context, own, f"inproc://{name}", cache, Limits(), posted)
         ends.append((own, posted, cache, mover, mover.start()))
-    (me, _, mine, sender, _), (you, told, cache, receiver, endpoint) = ends
+    (self_id, _, mine, sender, _), (you, told, cache, receiver, endpoint) = ends
     cache.before_write = broken
-    key = key_between(me, you)
+    key = key_between(self_id, you)
     receiver.expect(key, (0, 1))
     sender.open(you, endpoint)
     sender.send(piece_of(mine, key, layers=(0, 4), tokens=(0, 8)), (0, 1))

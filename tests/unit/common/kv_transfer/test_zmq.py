@@ -65,11 +65,11 @@ class Node:
         window: Window = WINDOW,
         own: Incarnation | None = None,
     ) -> None:
-        self.me = own or new_incarnation()
+        self.self_id = own or new_incarnation()
         self.cache = cache or MemoryCache()
         self.posted = Posted()
         self.mover = ZmqKvMover(
-            context, self.me, endpoint, self.cache, Limits(), self.posted, checksum=checksum, window=window
+            context, self.self_id, endpoint, self.cache, Limits(), self.posted, checksum=checksum, window=window
         )
         self.endpoint = self.mover.start()
 
@@ -145,17 +145,17 @@ def has_failed(node: Node, count: int) -> bool:
 
 
 def all_layers(node: Node, key_number: int, to: Node, number: int = 0, tokens: tuple[int, int] = (2, 11)) -> Piece:
-    return piece_of(node.cache, key_between(node.me, to.me, key_number), number, layers=(0, 4), tokens=tokens)
+    return piece_of(node.cache, key_between(node.self_id, to.self_id, key_number), number, layers=(0, 4), tokens=tokens)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
 def test_pieces_arrive_in_the_right_blocks(context: TransportContext, prefill: Node, endpoint: str, checksum: bool):
     decode = Node(context, endpoint)
     sender = Node(context, "inproc://sender", cache=MemoryCache().fill(2), checksum=checksum)
-    key = key_between(sender.me, decode.me)
+    key = key_between(sender.self_id, decode.self_id)
     decode.mover.expect(key, (0, 7, 2), 2)
-    sender.mover.open(decode.me, decode.endpoint)
-    sender.mover.open(decode.me, decode.endpoint)
+    sender.mover.open(decode.self_id, decode.endpoint)
+    sender.mover.open(decode.self_id, decode.endpoint)
     pieces = [
         piece_of(sender.cache, key, number, layers=layers, tokens=tokens)
         for number, (layers, tokens) in enumerate([((0, 2), (2, 8)), ((2, 4), (2, 8)), ((0, 4), (8, 11))])
@@ -175,8 +175,8 @@ def test_pieces_arrive_in_the_right_blocks(context: TransportContext, prefill: N
 
 
 def test_a_piece_that_nobody_expects_touches_no_block_and_does_not_stop_the_next(prefill: Node, decode: Node):
-    prefill.mover.open(decode.me, decode.endpoint)
-    decode.mover.expect(key_between(prefill.me, decode.me, 99), TABLE)
+    prefill.mover.open(decode.self_id, decode.endpoint)
+    decode.mover.expect(key_between(prefill.self_id, decode.self_id, 99), TABLE)
     for number in range(3 * WINDOW.num_pieces):  # credits keep coming, or the window would be full
         prefill.mover.send(all_layers(prefill, 1, decode, number), TABLE)
     prefill.mover.send(all_layers(prefill, 99, decode), TABLE)
@@ -187,10 +187,10 @@ def test_a_piece_that_nobody_expects_touches_no_block_and_does_not_stop_the_next
 
 def test_forget_while_receiving_lets_no_later_byte_through(prefill: Node, decode: Node):
     """Many rounds with pieces under way all the time: after `forget` the blocks belong to others."""
-    prefill.mover.open(decode.me, decode.endpoint)
+    prefill.mover.open(decode.self_id, decode.endpoint)
     seen = 0
     for round_no in range(40):
-        key = key_between(prefill.me, decode.me, round_no)
+        key = key_between(prefill.self_id, decode.self_id, round_no)
         decode.mover.expect(key, TABLE)
         for number in range(6):
             prefill.mover.send(all_layers(prefill, round_no, decode, number), TABLE)
@@ -206,9 +206,9 @@ def test_forget_while_receiving_lets_no_later_byte_through(prefill: Node, decode
 
 
 def test_a_bad_piece_is_told_and_not_written_and_can_be_sent_again(prefill: Node, decode: Node):
-    key = key_between(prefill.me, decode.me)
+    key = key_between(prefill.self_id, decode.self_id)
     decode.mover.expect(key, TABLE, 4)
-    prefill.mover.open(decode.me, decode.endpoint)
+    prefill.mover.open(decode.self_id, decode.endpoint)
     prefill.mover.send(all_layers(prefill, 1, decode), TABLE)
     wait_until(lambda: decode.posted.of(PieceBad))
     assert not decode.cache.bytes.any()
@@ -221,9 +221,9 @@ class Forger:
     """A peer on the KV socket that can send anything."""
 
     def __init__(self, context: TransportContext, to: Node) -> None:
-        self.me = new_incarnation()
+        self.self_id = new_incarnation()
         self.to = to
-        self.link = LinkSocket(context, self.me, SocketOptions())
+        self.link = LinkSocket(context, self.self_id, SocketOptions())
         self.link.open()
         self.link.connect(to.endpoint)
 
@@ -232,9 +232,9 @@ class Forger:
         wait_until(self.link.flush)
 
     def piece(self, cache: MemoryCache, data: bytes, **change: object) -> Envelope:
-        key = key_between(self.me, self.to.me)
+        key = key_between(self.self_id, self.to.self_id)
         piece = piece_of(cache, key, layers=(0, 1), tokens=(0, 1))
-        return Envelope(self.me, self.to.me, msgspec.structs.replace(piece, data=data, **change))
+        return Envelope(self.self_id, self.to.self_id, msgspec.structs.replace(piece, data=data, **change))
 
     def send_envelope(self, envelope: Envelope) -> None:
         self.send([bytes(frame) for frame in encode(envelope, Limits())])
@@ -248,11 +248,11 @@ def forger(context: TransportContext, decode: Node) -> Iterator[Forger]:
 
 
 def test_damaged_bytes_are_found_by_the_checksum(decode: Node, forger: Forger):
-    decode.mover.expect(key_between(forger.me, decode.me), TABLE)
+    decode.mover.expect(key_between(forger.self_id, decode.self_id), TABLE)
     forger.send_envelope(forger.piece(decode.cache, b"\xff" * 8, checksum=123))
     forger.send_envelope(forger.piece(decode.cache, b"\xff" * 7, number=1))
     wait_until(lambda: len(decode.posted.all()) == 2)
-    key = key_between(forger.me, decode.me)
+    key = key_between(forger.self_id, decode.self_id)
     assert decode.posted.all() == [
         PieceBad(key, 0, "checksum"),
         PieceBad(key, 1, "7 bytes came, 8 were announced"),
@@ -264,25 +264,25 @@ def test_damaged_bytes_are_found_by_the_checksum(decode: Node, forger: Forger):
 def test_no_other_life_writes_for_a_key(prefill: Node, decode: Node, forger: Forger):
     """Neither in another's name, nor over another's connection, nor for a life that is over."""
     stranger = new_incarnation()
-    key = key_between(prefill.me, decode.me)
+    key = key_between(prefill.self_id, decode.self_id)
     decode.mover.expect(key, TABLE)
-    decode.mover.expect(key_between(forger.me, stranger), TABLE)
+    decode.mover.expect(key_between(forger.self_id, stranger), TABLE)
     right = forger.piece(decode.cache, b"\xff" * 8)
     forger.send_envelope(msgspec.structs.replace(right, message=msgspec.structs.replace(right.message, key=key)))
     forged = forger.piece(decode.cache, b"\xff" * 8, key=key)
-    forger.send_envelope(Envelope(prefill.me, decode.me, forged.message))
-    forger.send_envelope(Envelope(forger.me, stranger, right.message))
-    late = forger.piece(decode.cache, b"\xff" * 8, key=key_between(forger.me, stranger))
+    forger.send_envelope(Envelope(prefill.self_id, decode.self_id, forged.message))
+    forger.send_envelope(Envelope(forger.self_id, stranger, right.message))
+    late = forger.piece(decode.cache, b"\xff" * 8, key=key_between(forger.self_id, stranger))
     forger.send_envelope(late)
     wait_until(lambda: decode.count("foreign") == 4)
     assert not decode.cache.bytes.any()
 
 
 def test_a_flood_of_garbage_is_counted_and_harms_no_transfer(prefill: Node, decode: Node, forger: Forger):
-    key = key_between(prefill.me, decode.me)
+    key = key_between(prefill.self_id, decode.self_id)
     decode.mover.expect(key, TABLE)
-    prefill.mover.open(decode.me, decode.endpoint)
-    stray = Envelope(forger.me, decode.me, HelloRefused(reason="not for this socket"))
+    prefill.mover.open(decode.self_id, decode.endpoint)
+    stray = Envelope(forger.self_id, decode.self_id, HelloRefused(reason="not for this socket"))
     garbage = [[b""], [b"x"] * 20, [b"\x01\x12", b"{}", b"x"], [bytes(f) for f in encode(stray, Limits())]]
     for number in range(100):
         for frames in garbage:
@@ -297,7 +297,7 @@ def test_garbage_to_a_sender_is_counted_and_stray_credits_change_nothing(context
     receiver = NodeSocket(context, SocketOptions())
     them = new_incarnation()
     prefill.mover.open(them, receiver.bind("tcp://127.0.0.1:0"))
-    piece = piece_of(prefill.cache, key_between(prefill.me, them), layers=(0, 4), tokens=(0, 4))
+    piece = piece_of(prefill.cache, key_between(prefill.self_id, them), layers=(0, 4), tokens=(0, 4))
     prefill.mover.send(piece, TABLE)
     peer, _ = take_one(receiver.receive)
     for frames in ([b"x"], [b"\x01\x13", b"{}"]):
@@ -316,11 +316,11 @@ def test_a_slow_peer_gets_no_more_than_its_window_and_holds_up_no_other(
     slow = Node(context)
     go_on = threading.Event()
     slow.cache.before_write = lambda: go_on.wait(DEADLINE_S)
-    slow_key, fast_key = key_between(prefill.me, slow.me), key_between(prefill.me, decode.me)
+    slow_key, fast_key = key_between(prefill.self_id, slow.self_id), key_between(prefill.self_id, decode.self_id)
     slow.mover.expect(slow_key, TABLE)
     decode.mover.expect(fast_key, TABLE)
-    prefill.mover.open(slow.me, slow.endpoint)
-    prefill.mover.open(decode.me, decode.endpoint)
+    prefill.mover.open(slow.self_id, slow.endpoint)
+    prefill.mover.open(decode.self_id, decode.endpoint)
     total = 5 * WINDOW.num_pieces
     for number in range(total):
         prefill.mover.send(all_layers(prefill, 1, slow, number), TABLE)
@@ -345,11 +345,11 @@ def test_a_window_bounds_bytes_too_and_a_larger_piece_goes_alone(context: Transp
     receiver = NodeSocket(context, SocketOptions())
     them = new_incarnation()
     sender.mover.open(them, receiver.bind("tcp://127.0.0.1:0"))
-    key = key_between(sender.me, them)
+    key = key_between(sender.self_id, them)
     for number in range(3):
         sender.mover.send(piece_of(sender.cache, key, number, layers=(0, 4), tokens=(2, 11)), TABLE)
     take_one(receiver.receive)
-    sender.mover.stop(key_between(sender.me, them, 2))  # told after all three had their chance
+    sender.mover.stop(key_between(sender.self_id, them, 2))  # told after all three had their chance
     wait_until(lambda: sender.posted.of(PiecesStopped))
     assert len(sender.posted.of(PieceSent)) == 1  # the next waits for a credit that never comes
     receiver.close()
@@ -365,10 +365,10 @@ def test_stop_reads_nothing_more_and_tells_when(prefill: Node, decode: Node):
         assert go_on.wait(DEADLINE_S)
 
     prefill.cache.before_read = hold
-    key, other = key_between(prefill.me, decode.me, 1), key_between(prefill.me, decode.me, 2)
+    key, other = key_between(prefill.self_id, decode.self_id, 1), key_between(prefill.self_id, decode.self_id, 2)
     decode.mover.expect(key, TABLE)
     decode.mover.expect(other, TABLE)
-    prefill.mover.open(decode.me, decode.endpoint)
+    prefill.mover.open(decode.self_id, decode.endpoint)
     for number in range(3):
         prefill.mover.send(all_layers(prefill, 1, decode, number), TABLE)
     prefill.mover.send(all_layers(prefill, 2, decode), TABLE)
@@ -391,12 +391,14 @@ def test_a_node_that_vanishes_fails_what_was_on_its_way(context: TransportContex
     prefill.mover.open(them, vanishing.bind("tcp://127.0.0.1:0"))
     for request in (1, 2):
         for number in range(WINDOW.num_pieces):
-            key = key_between(prefill.me, them, request)
+            key = key_between(prefill.self_id, them, request)
             prefill.mover.send(piece_of(prefill.cache, key, number, layers=(0, 4), tokens=(0, 4)), TABLE)
     wait_until(lambda: len(prefill.posted.of(PieceSent)) == WINDOW.num_pieces)
     vanishing.close()
     wait_until(lambda: prefill.posted.of(KvSendFailed))
-    assert prefill.posted.of(KvSendFailed) == [KvSendFailed(key_between(prefill.me, them, 1), "the connection broke")]
+    assert prefill.posted.of(KvSendFailed) == [
+        KvSendFailed(key_between(prefill.self_id, them, 1), "the connection broke")
+    ]
 
 
 def test_the_next_life_at_the_same_address_is_served_and_gets_nothing_of_the_last(
@@ -404,21 +406,21 @@ def test_the_next_life_at_the_same_address_is_served_and_gets_nothing_of_the_las
 ):
     first = Node(context)
     endpoint = first.endpoint
-    old_key = key_between(prefill.me, first.me)
+    old_key = key_between(prefill.self_id, first.self_id)
     first.mover.expect(old_key, TABLE)
-    prefill.mover.open(first.me, endpoint)
+    prefill.mover.open(first.self_id, endpoint)
     prefill.mover.send(all_layers(prefill, 1, first), TABLE)
     wait_until(lambda: first.posted.of(PieceArrived))
     first.close()
     second = rebind(context, endpoint)
     second.mover.expect(old_key, TABLE)  # even if it were expected: it is another life's key
     prefill.mover.send(all_layers(prefill, 1, first, 1), TABLE)
-    prefill.mover.open(second.me, endpoint)
-    second.mover.expect(key_between(prefill.me, second.me), TABLE)
+    prefill.mover.open(second.self_id, endpoint)
+    second.mover.expect(key_between(prefill.self_id, second.self_id), TABLE)
     prefill.mover.send(all_layers(prefill, 1, second), TABLE)
     wait_until(lambda: second.posted.of(PieceArrived))
     assert second.cache.writes == 1
-    prefill.mover.close_peer(first.me)
+    prefill.mover.close_peer(first.self_id)
     prefill.mover.send(all_layers(prefill, 1, first, 2), TABLE)
     wait_until(lambda: KvSendFailed(old_key, "no link to this node") in prefill.posted.all())
     second.close()
@@ -445,16 +447,16 @@ def rebind(context: TransportContext, endpoint: str) -> Node:
 def test_the_same_life_is_served_again_after_its_connection_broke(
     context: TransportContext, prefill: Node, tmp_path: Path
 ):
-    me = new_incarnation()
+    self_id = new_incarnation()
     where = ipc_endpoint(tmp_path)
-    node = Node(context, where, own=me)
-    node.mover.expect(key_between(prefill.me, me), TABLE)
-    prefill.mover.open(me, where)
+    node = Node(context, where, own=self_id)
+    node.mover.expect(key_between(prefill.self_id, self_id), TABLE)
+    prefill.mover.open(self_id, where)
     prefill.mover.send(all_layers(prefill, 1, node), TABLE)
     wait_until(lambda: node.posted.of(PieceArrived))
     node.close()
-    again = Node(context, where, own=me)
-    again.mover.expect(key_between(prefill.me, me), TABLE)
+    again = Node(context, where, own=self_id)
+    again.mover.expect(key_between(prefill.self_id, self_id), TABLE)
     number = 0
 
     def arrives() -> bool:
@@ -474,10 +476,12 @@ def test_a_node_that_takes_nothing_is_given_up(context: TransportContext, prefil
     peers = {new_incarnation(): "tcp://127.0.0.1:1", new_incarnation(): silent.bind("inproc://silent")}
     for peer, endpoint in peers.items():
         sender.mover.open(peer, endpoint)
-        sender.mover.send(piece_of(sender.cache, key_between(sender.me, peer), layers=(0, 4), tokens=(0, 4)), TABLE)
+        sender.mover.send(
+            piece_of(sender.cache, key_between(sender.self_id, peer), layers=(0, 4), tokens=(0, 4)), TABLE
+        )
     wait_until(lambda: len(sender.posted.of(KvSendFailed)) == 2)
     assert {event for event in sender.posted.all() if isinstance(event, KvSendFailed)} == {
-        KvSendFailed(key_between(sender.me, peer), "the node takes no KV") for peer in peers
+        KvSendFailed(key_between(sender.self_id, peer), "the node takes no KV") for peer in peers
     }
     silent.close()
     sender.close()
@@ -486,7 +490,7 @@ def test_a_node_that_takes_nothing_is_given_up(context: TransportContext, prefil
 @pytest.mark.parametrize("wrong", ["nowhere", "tcp://*:1", "tcp://127.0.0.1:0"])
 def test_an_endpoint_that_is_none_fails_the_pieces(prefill: Node, wrong: str):
     peer = new_incarnation()
-    key = key_between(prefill.me, peer)
+    key = key_between(prefill.self_id, peer)
     prefill.mover.open(peer, wrong)
     prefill.mover.send(piece_of(prefill.cache, key, layers=(0, 4), tokens=(0, 4)), TABLE)
     wait_until(lambda: prefill.posted.all() == [KvSendFailed(key, "no link to this node")])
@@ -501,8 +505,8 @@ def test_kv_goes_with_keys_and_as_soon_as_the_other_one_is_listed(tmp_path: Path
         keys.forbid("late")
         sender = Node(opened(stack, keys.security("node")), cache=MemoryCache().fill(2))
         stack.callback(sender.close)
-        late.mover.expect(key_between(sender.me, late.me), TABLE)
-        sender.mover.open(late.me, late.endpoint)
+        late.mover.expect(key_between(sender.self_id, late.self_id), TABLE)
+        sender.mover.open(late.self_id, late.endpoint)
         for count in (1, 2):
             sender.mover.send(all_layers(sender, 1, late), TABLE)
             wait_until(partial(has_failed, sender, count))
@@ -514,9 +518,9 @@ def test_kv_goes_with_keys_and_as_soon_as_the_other_one_is_listed(tmp_path: Path
 
 
 def test_a_piece_that_cannot_be_read_fails_its_key_alone(prefill: Node, decode: Node):
-    good = key_between(prefill.me, decode.me, 2)
+    good = key_between(prefill.self_id, decode.self_id, 2)
     decode.mover.expect(good, TABLE)
-    prefill.mover.open(decode.me, decode.endpoint)
+    prefill.mover.open(decode.self_id, decode.endpoint)
     wrong = msgspec.structs.replace(all_layers(prefill, 1, decode), num_bytes=5)
     prefill.mover.send(wrong, TABLE)
     prefill.mover.send(all_layers(prefill, 3, decode, tokens=(0, 100)), TABLE)
@@ -524,13 +528,13 @@ def test_a_piece_that_cannot_be_read_fails_its_key_alone(prefill: Node, decode: 
     wait_until(lambda: decode.posted.of(PieceArrived))
     failed = [event for event in prefill.posted.all() if isinstance(event, KvSendFailed)]
     assert [(event.key, event.reason.split(":")[0]) for event in failed] == [
-        (key_between(prefill.me, decode.me, number), "cannot be sent") for number in (1, 3)
+        (key_between(prefill.self_id, decode.self_id, number), "cannot be sent") for number in (1, 3)
     ]
 
 
 def test_closing_a_peer_tells_that_nothing_is_read_any_more(prefill: Node):
     peer = new_incarnation()
-    key = key_between(prefill.me, peer)
+    key = key_between(prefill.self_id, peer)
     prefill.mover.open(peer, "tcp://127.0.0.1:1")
     prefill.mover.send(piece_of(prefill.cache, key, layers=(0, 4), tokens=(0, 4)), TABLE)
     prefill.mover.close_peer(peer)
@@ -565,8 +569,8 @@ def test_it_starts_once(decode: Node):
 def test_nothing_is_left_behind(context: TransportContext):
     def live() -> None:
         prefill, decode = Node(context, cache=MemoryCache().fill(3)), Node(context)
-        decode.mover.expect(key_between(prefill.me, decode.me), TABLE)
-        prefill.mover.open(decode.me, decode.endpoint)
+        decode.mover.expect(key_between(prefill.self_id, decode.self_id), TABLE)
+        prefill.mover.open(decode.self_id, decode.endpoint)
         prefill.mover.send(all_layers(prefill, 1, decode), TABLE)
         wait_until(lambda: decode.posted.of(PieceArrived))
         prefill.close()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.models.architectures import known_architectures
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.load import load_model, read_hf_config
 from kvferry.common.models.registry import family
 from tests.support.tiny_families import CONFIGS, make_family_checkpoint
@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in CONFIGS}
 
 
-def read(original: Path, directory: Path, **changes: Any) -> ModelConfig:
+def read(original: Path, directory: Path, **changes: Any) -> TransformerConfig:
     """The configuration with some settings changed; `...` as a value removes one."""
     values = {**orjson.loads((original / "config.json").read_bytes()), **changes}
     values = {name: value for name, value in values.items() if value is not ...}

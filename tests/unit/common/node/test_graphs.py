@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.resolve import NodeSettings, resolve_node
-from kvferry.common.config.schema import ClusterConfig, NodeConfig, Role, RoleConfig
+from kvferry.common.config.schema import ClusterConfig, NodeConfig, NodeKind, RoleConfig
 from kvferry.common.device.base import Device
 from kvferry.common.engine.decode_graphs import GraphSize
 from kvferry.common.engine.kv_cache import KvCache
@@ -23,7 +23,7 @@ HOST = HostFacts(cores=4, free_memory_bytes=8 << 30)
 SIZES = (GraphSize(1, 32), GraphSize(2, 32), GraphSize(3, 32))
 
 
-def settings(role: Role = "decode", **node: object) -> NodeSettings:
+def settings(role: NodeKind = "decode", **node: object) -> NodeSettings:
     node_config = NodeConfig(max_running=3, **node)  # type: ignore[arg-type]
     return resolve_node(ClusterConfig(node=node_config, decode=RoleConfig()), role, HOST)
 
@@ -44,7 +44,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 def test_batches_are_powers_of_two_and_the_most_that_run(max_running: int, wanted: tuple[int, ...]) -> None:
     config = ClusterConfig(node=NodeConfig(max_running=max_running))
     assert resolve_node(config, "decode", HOST).graph_batches == wanted
-    assert resolve_node(config, "unsplit", HOST).graph_batches == wanted
+    assert resolve_node(config, "colocated", HOST).graph_batches == wanted
     assert resolve_node(config, "prefill", HOST).graph_batches == ()
 
 

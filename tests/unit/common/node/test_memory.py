@@ -15,7 +15,7 @@ from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.device.cpu_ops import CpuOps
 from kvferry.common.models.footprint import Footprint
 from kvferry.common.models.load import load_model
-from kvferry.common.node.memory import demand_memory
+from kvferry.common.node.memory import check_memory_fits
 from tests.support.tiny_llama import make_checkpoint
 from tests.unit.common.config.test_checks import load_set
 
@@ -45,13 +45,13 @@ def settings(*words: str) -> NodeSettings:
 
 
 def test_what_fits_is_let_through() -> None:
-    demand_memory(NEED, settings(), device(170))
-    demand_memory(NEED, settings(f"node.model_memory_bytes={120 * MIB}"), device(170))
+    check_memory_fits(NEED, settings(), device(170))
+    check_memory_fits(NEED, settings(f"node.model_memory_bytes={120 * MIB}"), device(170))
 
 
 def test_a_node_that_needs_more_than_is_free_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
-        demand_memory(NEED, settings(), device(169))
+        check_memory_fits(NEED, settings(), device(169))
     said = str(refused.value)
     assert said.startswith("node.kv_cache_bytes: this node needs 170 MiB (weights 100, KV cache 50, computing 20 MiB)")
     assert "169 MiB are free" in said
@@ -59,29 +59,29 @@ def test_a_node_that_needs_more_than_is_free_is_refused() -> None:
 
 def test_memory_to_swap_to_counts_where_it_is_the_same_memory() -> None:
     words = f"node.swap_bytes={30 * MIB}"
-    demand_memory(NEED, settings(words), device(200))
+    check_memory_fits(NEED, settings(words), device(200))
     with pytest.raises(ConfigError, match=r"needs 200 MiB .weights 100, KV cache 50, swap 30, computing 20 MiB"):
-        demand_memory(NEED, settings(words), device(199))
-    demand_memory(NEED, settings(words), device(170, "cuda"))
+        check_memory_fits(NEED, settings(words), device(199))
+    check_memory_fits(NEED, settings(words), device(170, "cuda"))
 
 
 def test_a_node_that_needs_more_than_its_share_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^node.model_memory_bytes: this node needs 120 MiB .* may take 119 MiB"):
-        demand_memory(NEED, settings(f"node.model_memory_bytes={119 * MIB}"), device(1000))
+        check_memory_fits(NEED, settings(f"node.model_memory_bytes={119 * MIB}"), device(1000))
 
 
 def test_large_steps_count() -> None:
-    demand_memory(NEED, settings("node.max_step_tokens=4096"), device(170))
+    check_memory_fits(NEED, settings("node.max_step_tokens=4096"), device(170))
     with pytest.raises(ConfigError, match="computing 65 MiB"):
-        demand_memory(NEED, settings("node.max_step_tokens=65536", "node.max_running=256"), device(170))
+        check_memory_fits(NEED, settings("node.max_step_tokens=65536", "node.max_running=256"), device(170))
 
 
 def test_an_accelerators_cache_takes_what_is_left() -> None:
     accelerator = device(120, "npu")
     open_ended = replace(settings("node.model_memory_bytes=1"), kv_cache_bytes=None)
-    demand_memory(NEED, open_ended, accelerator)
+    check_memory_fits(NEED, open_ended, accelerator)
     with pytest.raises(ConfigError, match="KV cache 50"):
-        demand_memory(NEED, settings(), accelerator)
+        check_memory_fits(NEED, settings(), accelerator)
 
 
 def footprint_of(path: Path, dtype: str) -> Footprint:

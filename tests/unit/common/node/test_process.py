@@ -10,7 +10,7 @@ _COMPUTES_ON = """
 import logging, sys, threading, torch
 from kvferry.common.engine.engine_thread import EngineThread
 from kvferry.common.node.process import last_word
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.step import StepBatch
 
 begun = threading.Event()
 x = torch.randn(64, 64)
@@ -24,7 +24,7 @@ class Endless:
 def main():
     engine = EngineThread(Endless(), lambda: None, print, logging.getLogger("test"))
     engine.start()
-    engine.submit(StepPlan(1, ()))
+    engine.submit(StepBatch(1, ()))
     begun.wait()
     return last_word(7, computes_on=not engine.stop(0.0))
 

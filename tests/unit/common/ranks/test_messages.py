@@ -11,12 +11,12 @@ from kvferry.common.ranks.messages import (
     Bad,
     Done,
     ExpectKv,
-    Failed,
     FromRank,
     Loaded,
-    Outgoing,
+    Outbound,
     PieceHeader,
     Quit,
+    RankFailed,
     Ready,
     RunPlan,
     SendKv,
@@ -24,22 +24,22 @@ from kvferry.common.ranks.messages import (
     from_lead,
     from_rank,
 )
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch
 from tests.support.kv_memory import MemoryCache, key_between, piece_of
 
 KEY = key_between(new_incarnation(), new_incarnation())
 HEADER = PieceHeader.of(piece_of(MemoryCache(), KEY, 3, layers=(0, 2), tokens=(4, 8)))
-PLAN = StepPlan(7, (ScheduledSequence(3, array("I", [1, 0xFFFFFFFF]), 5, (4, 2), True, 7),))
+PLAN = StepBatch(7, (ScheduledSequence(3, array("I", [1, 0xFFFFFFFF]), 5, (4, 2), True, 7),))
 TO_RANK: list[ToRank] = [RunPlan(PLAN), SendKv(HEADER, (1, 2)), ExpectKv(9, KEY, (1,), 4), Quit()]
 FROM_RANK: list[FromRank] = [
-    Loaded(1 << 40), Ready("tcp://127.0.0.1:1"), Done(9), Arrived(HEADER), Bad(KEY, 3, "checksum"), Failed("no memory"),
+    Loaded(1 << 40), Ready("tcp://127.0.0.1:1"), Done(9), Arrived(HEADER), Bad(KEY, 3, "checksum"), RankFailed("no memory"),
 ]  # fmt: skip
 
 
 def test_messages_come_back_as_they_were_said() -> None:
-    to_rank, heard = Outgoing[ToRank](), from_lead()
+    to_rank, heard = Outbound[ToRank](), from_lead()
     assert [heard.message(to_rank.frames(message)) for message in TO_RANK] == TO_RANK
-    to_lead, heard_by_lead = Outgoing[FromRank](), from_rank()
+    to_lead, heard_by_lead = Outbound[FromRank](), from_rank()
     assert [heard_by_lead.message(to_lead.frames(message)) for message in FROM_RANK] == FROM_RANK
 
 
@@ -50,7 +50,7 @@ def test_a_piece_keeps_all_but_its_bytes() -> None:
 
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_a_gap_or_a_second_copy_is_an_error(skipped: int) -> None:
-    outgoing, heard = Outgoing[ToRank](), from_lead()
+    outgoing, heard = Outbound[ToRank](), from_lead()
     first, second, third = (outgoing.frames(Quit()) for _ in range(3))
     heard.message(first)
     with pytest.raises(InvariantError, match="was due"):

@@ -14,7 +14,7 @@ import pytest
 from kvferry.common.base.ids import new_incarnation
 from kvferry.common.ranks.messages import ExpectKv, ForgetKv
 from kvferry.common.ranks.team import RankLostError, RankTeam
-from kvferry.common.scheduling.step import BlockCopies, StepPlan
+from kvferry.common.scheduling.step import BlockCopies, StepBatch
 from tests.support.kv_memory import key_between
 from tests.support.processes import has_ended
 from tests.support.rank_team import BLOCK_SIZE, LOG, running_team, spec_of
@@ -79,14 +79,14 @@ def test_every_rank_swaps_its_part_and_a_step_of_copies_alone_waits_for_all(tmp_
         driver.generate([undisturbed], 12)
         driver.generate([sequence], 6)
         away, host = tuple(sequence.blocks), tuple(range(len(sequence.blocks)))
-        driver.runner.execute(StepPlan(90, (), swap_out=(BlockCopies(sequence.seq_id, away, host),)))
-        driver.let_go(sequence)
+        driver.runner.execute(StepBatch(90, (), swap_out=(BlockCopies(sequence.seq_id, away, host),)))
+        driver.release(sequence)
         intruder = driver.add(random_prompt(5, 20))
         driver.generate([intruder], 2)
         assert set(intruder.blocks) & set(away)
         driver.reserve(sequence, len(away) * BLOCK_SIZE)
         back = BlockCopies(sequence.seq_id, tuple(sequence.blocks), host)
-        driver.runner.execute(StepPlan(91, (), swap_in=(back,)))
+        driver.runner.execute(StepBatch(91, (), swap_in=(back,)))
         driver.generate([sequence], 12)
         assert sequence.output == undisturbed.output
         (rank,) = ranks_of(os.getpid())
@@ -94,7 +94,7 @@ def test_every_rank_swaps_its_part_and_a_step_of_copies_alone_waits_for_all(tmp_
         killer = threading.Timer(0.2, rank.kill)
         killer.start()
         with pytest.raises(RuntimeError):
-            driver.runner.execute(StepPlan(92, (), swap_in=(back,)))
+            driver.runner.execute(StepBatch(92, (), swap_in=(back,)))
         killer.join()
 
 

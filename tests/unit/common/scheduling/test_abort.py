@@ -4,7 +4,7 @@ import pytest
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.scheduling.events import Failed, Finished, Sampled, Started
-from kvferry.common.scheduling.sequence import SchedulerConfig, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
 from tests.support.scheduling import FakeNode, make_spec
 
 
@@ -35,7 +35,7 @@ def test_in_flight_the_blocks_stay_until_the_result(node, prompt_len):
     plan = node.schedule()
     table = node.scheduler.block_table(seq_id)
     node.scheduler.abort(seq_id)
-    assert node.scheduler.status(seq_id) is Status.ENDED
+    assert node.scheduler.status(seq_id) is SequenceStatus.ENDED
     assert node.scheduler.block_table(seq_id) == table
     assert node.pool.num_held == len(table)
     assert not node.scheduler.is_quiescent()
@@ -83,7 +83,7 @@ def test_of_two_steps_in_flight_the_later_one_counts():
     plans = [node.schedule(), node.schedule()]
     node.scheduler.abort(seq_id)
     for plan in plans:
-        assert node.scheduler.status(seq_id) is Status.ENDED
+        assert node.scheduler.status(seq_id) is SequenceStatus.ENDED
         assert plan is not None
         assert node.finish(plan) == []
     assert node.scheduler.is_quiescent()
@@ -115,7 +115,7 @@ def test_a_pin_keeps_the_blocks_of_an_ended_sequence(node):
     node.scheduler.release(seq_id)
     assert node.scheduler.block_table(seq_id) == table
     node.scheduler.unpin(seq_id)
-    assert node.scheduler.status(seq_id) is Status.ENDED
+    assert node.scheduler.status(seq_id) is SequenceStatus.ENDED
     node.scheduler.check_invariants()
     node.scheduler.unpin(seq_id)
     assert node.scheduler.is_quiescent()
@@ -168,7 +168,7 @@ def test_a_call_that_makes_no_sense_raises_and_changes_nothing(node, call):
     node.step()
     with pytest.raises(InvariantError, match="is computing, not"):
         getattr(node.scheduler, call)(seq_id)
-    assert node.scheduler.status(seq_id) is Status.COMPUTING
+    assert node.scheduler.status(seq_id) is SequenceStatus.COMPUTING
 
 
 def test_a_second_abort_raises(node):

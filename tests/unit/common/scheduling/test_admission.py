@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.common.base.errors import RequestInvalidError
-from kvferry.common.protocol.messages import Load
+from kvferry.common.protocol.messages import NodeLoad
 from kvferry.common.scheduling.events import Started
-from kvferry.common.scheduling.sequence import SchedulerConfig, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
 from tests.support.scheduling import FakeNode, make_spec
 
 
@@ -22,9 +22,9 @@ def test_a_prompt_starts_only_with_blocks_for_all_its_tokens_and_the_next():
     big = node.scheduler.add(make_spec(8, max_new_tokens=4), 0.0)  # 2 blocks, the next token needs a third
     small = node.scheduler.add(make_spec(range(50, 54), max_new_tokens=2), 0.0)  # 1 block + 1
     node.step()
-    assert node.scheduler.status(big) is Status.DECODING
+    assert node.scheduler.status(big) is SequenceStatus.DECODING
     assert len(node.scheduler.block_table(big)) == 3
-    assert node.scheduler.status(small) is Status.WAITING
+    assert node.scheduler.status(small) is SequenceStatus.WAITING
     assert node.scheduler.block_table(small) == ()
 
 
@@ -42,8 +42,8 @@ def test_a_head_that_does_not_fit_holds_back_what_is_behind_it():
     big = node.scheduler.add(make_spec(range(50, 74), max_new_tokens=2, accepted_at=1.0), 1.0)
     small = node.scheduler.add(make_spec([9], max_new_tokens=2, accepted_at=2.0), 2.0)
     node.step(2.0)
-    assert node.scheduler.status(small) is Status.WAITING
-    assert node.scheduler.status(big) is Status.WAITING
+    assert node.scheduler.status(small) is SequenceStatus.WAITING
+    assert node.scheduler.status(big) is SequenceStatus.WAITING
     while node.scheduler.status(holder) is not None:
         node.step(2.0)
     node.step(2.0)
@@ -82,10 +82,10 @@ def test_a_refused_head_starts_after_a_release():
     waiting = node.scheduler.add(make_spec(range(50, 60), max_new_tokens=3, mode="prefill"), 0.0)
     for _ in range(3):
         node.schedule()
-    assert node.scheduler.status(waiting) is Status.WAITING
+    assert node.scheduler.status(waiting) is SequenceStatus.WAITING
     node.scheduler.release(holder)
     node.step()
-    assert node.scheduler.status(waiting) is Status.PREFILLED
+    assert node.scheduler.status(waiting) is SequenceStatus.PREFILLED
 
 
 def test_the_gate_holds_the_head_and_all_behind_it():
@@ -103,7 +103,7 @@ def test_the_gate_holds_the_head_and_all_behind_it():
     assert node.scheduler.num_waiting == 2
     assert not node.scheduler.work_waiting, "a shut gate is not a stuck engine"
     assert node.schedule(may_start=lambda spec: spec.num_known == 5) is not None
-    assert node.scheduler.status(first) is Status.COMPUTING
+    assert node.scheduler.status(first) is SequenceStatus.COMPUTING
     assert node.scheduler.num_waiting == 1
 
 
@@ -111,10 +111,14 @@ def test_max_running_bounds_what_runs_but_not_what_is_prefilled():
     node = node_with(64, max_running=2)
     prefilled = node.scheduler.add(make_spec(3, mode="prefill"), 0.0)
     node.step()
-    assert node.scheduler.status(prefilled) is Status.PREFILLED
+    assert node.scheduler.status(prefilled) is SequenceStatus.PREFILLED
     running = [node.scheduler.add(make_spec(range(k, k + 3), max_new_tokens=3), 0.0) for k in (10, 20, 30)]
     node.step()
-    assert [node.scheduler.status(seq_id) for seq_id in running] == [Status.DECODING, Status.DECODING, Status.WAITING]
+    assert [node.scheduler.status(seq_id) for seq_id in running] == [
+        SequenceStatus.DECODING,
+        SequenceStatus.DECODING,
+        SequenceStatus.WAITING,
+    ]
     assert node.scheduler.reserve(make_spec([1, 2]), 0.0) is None
 
 
@@ -126,11 +130,11 @@ def test_the_watermark_is_kept_only_while_something_decodes():
     assert node.scheduler.reserve(make_spec(range(50, 73), max_new_tokens=4), 0.0) is None  # 6 of 8 free
     second = node.scheduler.add(make_spec(range(50, 73), max_new_tokens=4), 0.0)
     node.step()
-    assert node.scheduler.status(second) is Status.WAITING
+    assert node.scheduler.status(second) is SequenceStatus.WAITING
     assert node.scheduler.reserve(make_spec(range(50, 68), max_new_tokens=4), 0.0) is not None  # 5 of 8
     node.scheduler.abort(first)
     node.schedule()
-    assert node.scheduler.status(second) is Status.WAITING, "five reserved, six needed"
+    assert node.scheduler.status(second) is SequenceStatus.WAITING, "five reserved, six needed"
 
 
 @pytest.mark.parametrize("spec", [
@@ -165,7 +169,7 @@ def test_what_just_fits_is_taken():
 
 def test_load_tells_the_truth():
     node = node_with(32, max_step_tokens=8, reserved_share=0.9)
-    assert node.scheduler.load() == Load(total_blocks=32, free_blocks=32, block_size=4)
+    assert node.scheduler.load() == NodeLoad(total_blocks=32, free_blocks=32, block_size=4)
     node.scheduler.add(make_spec(5, max_new_tokens=9), 0.0)
     node.step()
     node.scheduler.add(make_spec(range(50, 60)), 0.0)
@@ -176,7 +180,7 @@ def test_load_tells_the_truth():
     assert reserved is not None
     assert committed is not None
     node.scheduler.commit(committed.seq_id)
-    assert node.scheduler.load() == Load(
+    assert node.scheduler.load() == NodeLoad(
         waiting_requests=1,
         waiting_tokens=6 + 3,  # one queued, one with 7 of 10 done
         running_requests=3,
@@ -197,7 +201,7 @@ def test_an_id_outside_the_vocabulary_is_refused_wherever_it_comes_in(known: tup
     for come in (
         node.scheduler.add,
         lambda spec, _: node.scheduler.check(spec),
-        lambda spec, now: node.scheduler.take_over(present, spec, now),
+        lambda spec, now: node.scheduler.inherit_blocks(present, spec, now),
     ):
         with pytest.raises(RequestInvalidError, match=r"outside the vocabulary \[0, 199\)"):
             come(wrong, 0.0)

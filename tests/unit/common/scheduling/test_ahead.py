@@ -5,9 +5,9 @@ from array import array
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.scheduling.events import Failed, Finished, GivenBack, Sampled
-from kvferry.common.scheduling.sequence import SchedulerConfig, Status
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
+from kvferry.common.scheduling.events import Failed, Finished, Preempted, Sampled
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 
@@ -20,7 +20,7 @@ def make_node(num_blocks: int = 64, num_host_blocks: int = 0, **config: object) 
     )
 
 
-def planned(node: FakeNode) -> StepPlan:
+def planned(node: FakeNode) -> StepBatch:
     plan = node.schedule()
     assert plan is not None
     return plan
@@ -29,7 +29,7 @@ def planned(node: FakeNode) -> StepPlan:
 def decoding(node: FakeNode, prompt: int = 3, **spec: object) -> int:
     """A sequence whose first token is drawn, with no step in flight."""
     seq_id = node.scheduler.add(make_spec(prompt, **spec), 0.0)  # type: ignore[arg-type]
-    while node.scheduler.status(seq_id) is not Status.DECODING:
+    while node.scheduler.status(seq_id) is not SequenceStatus.DECODING:
         node.step()
     return seq_id
 
@@ -104,7 +104,7 @@ def test_what_comes_after_the_end_is_dropped_and_the_blocks_stay_till_then():
     first, second = planned(node), planned(node)
     table = node.scheduler.block_table(seq_id)
     assert node.finish(first) == [Sampled(seq_id, end, 4, 1), Finished(seq_id, "stop")]
-    assert node.scheduler.status(seq_id) is Status.ENDED
+    assert node.scheduler.status(seq_id) is SequenceStatus.ENDED
     assert node.scheduler.block_table(seq_id) == table
     assert planned_ids(node) == []
     assert node.finish(second) == []
@@ -154,7 +154,7 @@ def test_an_abort_between_two_steps_drops_both(prompt: int):
     node.scheduler.abort(seq_id)
     node.scheduler.check_invariants()
     assert node.finish(first) == []
-    assert node.scheduler.status(seq_id) is Status.ENDED
+    assert node.scheduler.status(seq_id) is SequenceStatus.ENDED
     assert node.finish(second) == []
     assert node.scheduler.is_quiescent()
 
@@ -180,7 +180,7 @@ def test_after_a_failure_the_step_ahead_counts_for_nothing(both: bool):
     first, second = planned(node), planned(node)
     events = node.finish(first, failed={seq_id: "not a number"})
     assert [event for event in events if event.seq_id == seq_id] == [Failed(seq_id, "not a number")]
-    assert node.scheduler.status(seq_id) is Status.ENDED
+    assert node.scheduler.status(seq_id) is SequenceStatus.ENDED
     events = node.finish(second, failed={seq_id: "not a number"} if both else {})
     assert [type(event) for event in events] == [Sampled]
     assert node.scheduler.status(seq_id) is None
@@ -253,7 +253,7 @@ def test_who_gives_blocks_is_in_no_step():
     assert node.schedule() is None, "it would have to be taken from a step"
     node.finish(second)
     assert [part.seq_id for part in planned(node).scheduled] == [best, middle]
-    assert node.of(worst, GivenBack) == [GivenBack(worst)]
+    assert node.of(worst, Preempted) == [Preempted(worst)]
 
 
 def test_nothing_is_planned_ahead_while_somebody_is_on_the_host():
@@ -264,10 +264,10 @@ def test_nothing_is_planned_ahead_while_somebody_is_on_the_host():
         plan = planned(node)
         status = node.scheduler.status(worst)
         statuses.add(status)
-        if status in (Status.SWAPPING, Status.SWAPPED):
+        if status in (SequenceStatus.SWAPPING, SequenceStatus.SWAPPED):
             assert node.schedule() is None
         node.finish(plan)
-    assert {Status.SWAPPING, Status.SWAPPED} <= statuses
+    assert {SequenceStatus.SWAPPING, SequenceStatus.SWAPPED} <= statuses
     node.run()
     assert tokens(node, worst) == drawn(2, 9)
 
@@ -301,10 +301,10 @@ def test_a_step_that_copies_away_is_alone_in_flight():
     worst = decoding(node, 2, max_new_tokens=9, priority=5)
     while True:
         plan = planned(node)
-        if node.scheduler.status(worst) is Status.SWAPPING:
+        if node.scheduler.status(worst) is SequenceStatus.SWAPPING:
             break
         node.finish(plan)
-    node.scheduler._in_flight.append(StepPlan(99, ()))
+    node.scheduler._in_flight.append(StepBatch(99, ()))
     with pytest.raises(InvariantError, match="alone"):
         node.scheduler.check_invariants()
 
@@ -316,7 +316,7 @@ def test_one_that_ends_while_it_is_copied_away_holds_nobody_up():
         for number, prompt in ((1, 4), (3, [3, 4]), (5, [5, 6]))
     )
     plan = planned(node)
-    while node.scheduler.status(worst) is not Status.SWAPPING:
+    while node.scheduler.status(worst) is not SequenceStatus.SWAPPING:
         node.finish(plan)
         plan = planned(node)
     table = node.scheduler.block_table(worst)

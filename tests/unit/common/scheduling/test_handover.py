@@ -7,7 +7,7 @@ from kvferry.common.base.errors import (
     ProtocolError,
 )
 from kvferry.common.scheduling.events import ChunkComputed, Finished, Prefilled, Sampled, Started
-from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec, SequenceStatus
 from kvferry.common.scheduling.step import StepResult
 from tests.support.scheduling import FakeNode, make_spec, next_token
 
@@ -25,11 +25,11 @@ def node():
 def prefill(node: FakeNode, prompt, outputs=(), **options) -> int:
     seq_id = node.scheduler.add(make_spec(prompt, outputs, mode="prefill", **options), 0.0)
     node.run()
-    assert node.scheduler.status(seq_id) is Status.PREFILLED
+    assert node.scheduler.status(seq_id) is SequenceStatus.PREFILLED
     return seq_id
 
 
-# --- prefill leg ---
+# --- prefill role ---
 
 
 def test_prefill_stops_with_a_token_and_holds_its_blocks(node):
@@ -64,7 +64,7 @@ def test_a_replan_whose_prefix_is_cached_computes_nothing(node):
     plan = node.schedule()
     assert plan is None
     assert node.of(seq_id) == [Started(seq_id, 8), Prefilled(seq_id, 8, 5, 0)]
-    assert node.scheduler.status(seq_id) is Status.PREFILLED
+    assert node.scheduler.status(seq_id) is SequenceStatus.PREFILLED
 
 
 def test_a_replan_that_goes_on_here_computes_its_last_id(node):
@@ -90,7 +90,7 @@ def test_what_is_held_counts_to_the_token(node):
     old = prefill(node, 11)
     table = node.scheduler.block_table(old)
     token = node.of(old, Prefilled)[0].token_id
-    new = node.scheduler.take_over(old, make_spec(11, [token], mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(11, [token], mode="prefill"), 0.0)
     assert node.scheduler.status(old) is None
     assert node.scheduler.has_events
     assert node.schedule() is None
@@ -103,7 +103,7 @@ def test_what_is_held_counts_to_the_token(node):
 
 def test_further_known_tokens_are_computed_from_there(node):
     old = prefill(node, 11)
-    new = node.scheduler.take_over(old, make_spec(11, [5, 6, 7], mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(11, [5, 6, 7], mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started, ChunkComputed) == [Started(new, 11), ChunkComputed(new, 11, 14)]
 
@@ -111,14 +111,14 @@ def test_further_known_tokens_are_computed_from_there(node):
 def test_a_final_block_is_never_written_again(node):
     """12 ids are three published blocks; the same prompt without its token must compute position 11 once more."""
     old = prefill(node, 12)
-    new = node.scheduler.take_over(old, make_spec(12, mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(12, mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started, ChunkComputed) == [Started(new, 8), ChunkComputed(new, 8, 12)]
 
 
 def test_the_same_ids_again_compute_their_last_position_to_draw(node):
     old = prefill(node, 11)
-    new = node.scheduler.take_over(old, make_spec(11, mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(11, mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started, ChunkComputed) == [Started(new, 10), ChunkComputed(new, 10, 11)]
     assert node.of(new, Prefilled)[0].token_id == node.of(old, Prefilled)[0].token_id
@@ -128,7 +128,7 @@ def test_half_computed_blocks_are_taken_over_too():
     node = make_node(max_step_tokens=8)
     old = node.scheduler.add(make_spec(14, mode="prefill"), 0.0)
     node.step()
-    new = node.scheduler.take_over(old, make_spec(14, mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(14, mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started, ChunkComputed) == [Started(new, 8), ChunkComputed(new, 8, 14)]
 
@@ -141,9 +141,9 @@ def test_blocks_that_are_touched_stay_and_final_ones_are_shared(touch):
     plan = node.schedule() if touch == "step" else None
     if touch == "pin":
         node.scheduler.pin(old)
-    new = node.scheduler.take_over(old, make_spec(14, mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(14, mode="prefill"), 0.0)
     node.scheduler.check_invariants()
-    assert node.scheduler.status(old) is Status.ENDED
+    assert node.scheduler.status(old) is SequenceStatus.ENDED
     old_table, new_table = node.scheduler.block_table(old), node.scheduler.block_table(new)
     assert (new_table[:2], set(new_table[2:]) & set(old_table)) == (old_table[:2], set())
     if plan is None:
@@ -158,7 +158,7 @@ def test_blocks_that_are_touched_stay_and_final_ones_are_shared(touch):
 
 def test_other_ids_share_only_what_is_equal(node):
     old = prefill(node, 10)
-    new = node.scheduler.take_over(old, make_spec([*range(1000, 1005), 1, 2, 3, 4], mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec([*range(1000, 1005), 1, 2, 3, 4], mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started) == [Started(new, 4)]
 
@@ -167,11 +167,11 @@ def test_without_room_for_the_rest_it_queues_and_the_blocks_become_cache():
     node = make_node(num_blocks=4)
     old = prefill(node, 6, max_new_tokens=2)
     other = prefill(node, [7, 8, 9], max_new_tokens=2)
-    new = node.scheduler.take_over(old, make_spec(6, range(7), max_new_tokens=9, mode="prefill"), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(6, range(7), max_new_tokens=9, mode="prefill"), 0.0)
     assert node.scheduler.status(old) is None
-    assert node.scheduler.status(new) is Status.WAITING
+    assert node.scheduler.status(new) is SequenceStatus.WAITING
     node.schedule()
-    assert node.scheduler.status(new) is Status.WAITING
+    assert node.scheduler.status(new) is SequenceStatus.WAITING
     node.scheduler.release(other)
     node.run()
     assert node.of(new, Started) == [Started(new, 4)]
@@ -182,13 +182,13 @@ def test_beyond_max_running_it_queues():
     old = prefill(node, 6)
     node.scheduler.add(make_spec([7]), 0.0)
     node.step()
-    new = node.scheduler.take_over(old, make_spec(6, [1], mode="prefill"), 0.0)
-    assert node.scheduler.status(new) is Status.WAITING
+    new = node.scheduler.inherit_blocks(old, make_spec(6, [1], mode="prefill"), 0.0)
+    assert node.scheduler.status(new) is SequenceStatus.WAITING
 
 
 def test_a_waiting_attempt_is_simply_replaced(node):
     old = node.scheduler.add(make_spec(6), 0.0)
-    new = node.scheduler.take_over(old, make_spec(6, [1]), 0.0)
+    new = node.scheduler.inherit_blocks(old, make_spec(6, [1]), 0.0)
     assert node.scheduler.status(old) is None
     node.run()
     assert node.of(old) == []
@@ -197,8 +197,8 @@ def test_a_waiting_attempt_is_simply_replaced(node):
 
 def test_events_not_yet_told_of_a_replaced_attempt_are_dropped(node):
     first = prefill(node, 11)
-    second = node.scheduler.take_over(first, make_spec(11, [5], mode="prefill"), 0.0)
-    third = node.scheduler.take_over(second, make_spec(11, [5, 6], mode="prefill"), 0.0)
+    second = node.scheduler.inherit_blocks(first, make_spec(11, [5], mode="prefill"), 0.0)
+    third = node.scheduler.inherit_blocks(second, make_spec(11, [5, 6], mode="prefill"), 0.0)
     node.run()
     assert node.of(second) == []
     assert node.of(third, Started) == [Started(third, 11)]
@@ -209,16 +209,16 @@ def test_an_ended_attempt_has_nothing_to_take_over(node):
     node.schedule()
     node.scheduler.abort(old)
     with pytest.raises(InvariantError, match="has ended"):
-        node.scheduler.take_over(old, make_spec(6), 0.0)
+        node.scheduler.inherit_blocks(old, make_spec(6), 0.0)
 
 
-# --- decode leg ---
+# --- decode role ---
 
 
 def reserve(node: FakeNode, spec: SequenceSpec) -> tuple[int, int]:
     reservation = node.scheduler.reserve(spec, 0.0)
     assert reservation is not None
-    assert node.scheduler.status(reservation.seq_id) is Status.RESERVED
+    assert node.scheduler.status(reservation.seq_id) is SequenceStatus.RESERVED
     assert node.scheduler.block_table(reservation.seq_id) == reservation.block_table
     node.scheduler.check_invariants()
     return reservation.seq_id, reservation.first_token
@@ -290,7 +290,7 @@ def test_a_handover_of_another_length_changes_nothing(node, outputs, token, num_
     seq_id, _ = reserve(node, make_spec(10, outputs))
     with pytest.raises(ProtocolError, match="handed over"):
         node.scheduler.activate(seq_id, token, num_tokens, 0.0)
-    assert node.scheduler.status(seq_id) is Status.RESERVED
+    assert node.scheduler.status(seq_id) is SequenceStatus.RESERVED
     node.scheduler.check_invariants()
 
 
@@ -299,7 +299,7 @@ def test_a_handover_with_an_id_outside_the_vocabulary_changes_nothing():
     seq_id, _ = reserve(node, make_spec(10))
     with pytest.raises(ProtocolError, match=r"id 2000 is outside the vocabulary \[0, 2000\)"):
         node.scheduler.activate(seq_id, 2000, 10, 0.0)
-    assert node.scheduler.status(seq_id) is Status.RESERVED
+    assert node.scheduler.status(seq_id) is SequenceStatus.RESERVED
     node.scheduler.check_invariants()
 
 

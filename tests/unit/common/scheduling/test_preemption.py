@@ -3,18 +3,18 @@
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.scheduling.events import Finished, GivenBack
+from kvferry.common.scheduling.events import Finished, Preempted
 from kvferry.common.scheduling.preemption_policy import (
     best_of,
     choose_victim,
 )
-from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, Status
+from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceStatus
 from tests.support.scheduling import FakeNode, ids, make_spec
 
 
 def seq(seq_id: int, priority: int, accepted_at: float, times_preempted: int = 0) -> Sequence:
     spec = make_spec([1], priority=priority, accepted_at=accepted_at, times_preempted=times_preempted)
-    return Sequence(seq_id, spec, Status.DECODING, ids(spec.token_ids))
+    return Sequence(seq_id, spec, SequenceStatus.DECODING, ids(spec.token_ids))
 
 
 def victim(sequences: list[Sequence], max_preempt: int = 3) -> int | None:
@@ -56,14 +56,14 @@ def test_a_sequence_that_needs_a_block_takes_it_from_the_worst():
     worst = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=14, priority=5), 0.0)
     middle = node.scheduler.add(make_spec(range(70, 77), max_new_tokens=14, priority=3), 0.0)
     node.step()
-    while not node.of(worst, GivenBack):
+    while not node.of(worst, Preempted):
         assert node.step() is not None
     assert node.scheduler.status(worst) is None
     assert node.scheduler.load().preemptions == 1
-    assert node.scheduler.status(middle) is Status.DECODING
+    assert node.scheduler.status(middle) is SequenceStatus.DECODING
     node.run()
     assert node.of(best, Finished) == [Finished(best, "length")]
-    assert node.of(best, GivenBack) == []
+    assert node.of(best, Preempted) == []
     assert node.scheduler.is_quiescent()
 
 
@@ -72,7 +72,7 @@ def test_the_one_in_need_gives_itself_back_when_it_is_the_worst():
     best = node.scheduler.add(make_spec(6, max_new_tokens=3, priority=1), 0.0)  # never needs a third block
     worst = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=9, priority=5), 0.0)
     node.run()
-    assert node.of(worst, GivenBack) == [GivenBack(worst)]
+    assert node.of(worst, Preempted) == [Preempted(worst)]
     assert node.of(best, Finished) != []
 
 
@@ -81,7 +81,7 @@ def test_its_kv_is_found_again_as_prefix_cache():
     node.scheduler.add(make_spec(6, max_new_tokens=3, priority=1), 0.0)
     worst = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=9, priority=5), 0.0)
     node.run()
-    assert node.of(worst, GivenBack) != []
+    assert node.of(worst, Preempted) != []
     before = node.scheduler.load().prefix_hit_tokens
     node.scheduler.add(make_spec(range(50, 57), max_new_tokens=2), 0.0)
     node.run()
@@ -102,7 +102,7 @@ def test_with_nobody_to_take_from_the_best_waits_and_then_goes_on():
     assert [protected] in plans, "the best one had to wait"
     assert node.of(protected, Finished) != []
     assert node.of(best, Finished) != []
-    assert not any(isinstance(event, GivenBack) for event in node.events)
+    assert not any(isinstance(event, Preempted) for event in node.events)
 
 
 def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
@@ -113,7 +113,7 @@ def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
     assert reservation is not None
     while node.step() is not None:
         pass
-    assert node.scheduler.status(best) is Status.DECODING
+    assert node.scheduler.status(best) is SequenceStatus.DECODING
     assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (False, True), "no stuck engine"
     node.scheduler.release(reservation.seq_id)
     assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (True, False)
@@ -150,7 +150,7 @@ def test_a_last_token_in_flight_needs_no_block():
     node.finish(first)
     node.finish(second)
     assert node.of(best, Finished) != []
-    assert node.of(other.seq_id, GivenBack) == []
+    assert node.of(other.seq_id, Preempted) == []
 
 
 def damage_queue(scheduler) -> None:
@@ -162,7 +162,7 @@ def damage_waiting(scheduler) -> None:
 
 
 def damage_status(scheduler) -> None:
-    scheduler._table.get(1).status = Status.PAUSED
+    scheduler._table.get(1).status = SequenceStatus.PAUSED
 
 
 def damage_steps(scheduler) -> None:
@@ -195,7 +195,7 @@ def damage_capacity(scheduler) -> None:
 
 
 def damage_ended(scheduler) -> None:
-    scheduler._table.move(scheduler._table.get(2), Status.ENDED)
+    scheduler._table.move(scheduler._table.get(2), SequenceStatus.ENDED)
 
 
 def damage_running(scheduler) -> None:

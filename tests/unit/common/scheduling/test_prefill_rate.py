@@ -4,29 +4,29 @@ from array import array
 
 import pytest
 
-from kvferry.common.scheduling.sequence import SchedulerConfig, Status
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan
-from kvferry.common.scheduling.waiting_queue import Pace
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch
+from kvferry.common.scheduling.waiting_queue import PrefillRate
 from tests.support.scheduling import FakeNode, make_spec
 
 
-def plan_of(*sizes: int) -> StepPlan:
+def plan_of(*sizes: int) -> StepBatch:
     parts = (ScheduledSequence(n, array("I", [0] * size), 0, (0,), sample=False) for n, size in enumerate(sizes))
-    return StepPlan(1, tuple(parts))
+    return StepBatch(1, tuple(parts))
 
 
 def test_nothing_is_known_at_first():
-    assert Pace().turn_at(3.0, 1000) == 3.0
+    assert PrefillRate().virtual_finish_time(3.0, 1000) == 3.0
 
 
 def test_a_turn_is_when_it_would_be_computed_alone():
-    pace = Pace()
+    pace = PrefillRate()
     pace.seen(plan_of(400, 100), 1.0)
-    assert pace.turn_at(3.0, 1000) == pytest.approx(3.0 + 2.0)
+    assert pace.virtual_finish_time(3.0, 1000) == pytest.approx(3.0 + 2.0)
 
 
 def test_steps_that_mostly_decode_say_nothing():
-    pace = Pace()
+    pace = PrefillRate()
     pace.seen(plan_of(2, 1, 1), 1.0)
     pace.seen(plan_of(1), 1.0)
     pace.seen(plan_of(), 1.0)
@@ -34,7 +34,7 @@ def test_steps_that_mostly_decode_say_nothing():
 
 
 def test_what_is_known_follows_the_node():
-    pace = Pace()
+    pace = PrefillRate()
     pace.seen(plan_of(100), 0.1)
     for _ in range(60):
         pace.seen(plan_of(100), 0.4)
@@ -78,7 +78,7 @@ def test_a_long_prompt_is_passed_only_by_what_comes_within_its_own_time(timed):
     timed.turn()
     late = timed.add(8, 50, at=4.5, max_new_tokens=1)
     assert timed.turn(4.5) == [long]
-    assert timed.node.scheduler.status(late) is Status.WAITING
+    assert timed.node.scheduler.status(late) is SequenceStatus.WAITING
 
 
 def test_prompts_of_one_length_come_in_their_order(timed):

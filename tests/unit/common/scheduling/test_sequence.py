@@ -8,16 +8,16 @@ from kvferry.common.base.errors import (
     ConfigError,
     InvariantError,
 )
-from kvferry.common.scheduling.sequence import TRANSITIONS, SchedulerConfig, Sequence, Status
+from kvferry.common.scheduling.sequence import TRANSITIONS, SchedulerConfig, Sequence, SequenceStatus
 from tests.support.scheduling import ids, make_spec
 
 
-def make(outputs=(), status=Status.WAITING, **options) -> Sequence:
+def make(outputs=(), status=SequenceStatus.WAITING, **options) -> Sequence:
     spec = make_spec(3, outputs, **options)
     return Sequence(1, spec, status, ids(spec.token_ids))
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(Status, Status)))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(SequenceStatus, SequenceStatus)))
 def test_only_rows_of_the_table_are_gone(old, new):
     seq = make(status=old)
     if new in TRANSITIONS[old]:
@@ -30,16 +30,18 @@ def test_only_rows_of_the_table_are_gone(old, new):
 
 
 def test_every_status_can_end_and_an_end_is_one():
-    assert all(Status.ENDED in TRANSITIONS[status] for status in Status if status is not Status.ENDED)
-    assert not TRANSITIONS[Status.ENDED]
+    assert all(
+        SequenceStatus.ENDED in TRANSITIONS[status] for status in SequenceStatus if status is not SequenceStatus.ENDED
+    )
+    assert not TRANSITIONS[SequenceStatus.ENDED]
 
 
 def test_an_unknown_pair_raises_with_the_story():
     seq = make()
-    seq.move(Status.COMPUTING)
-    seq.move(Status.PAUSED)
+    seq.move(SequenceStatus.COMPUTING)
+    seq.move(SequenceStatus.PAUSED)
     with pytest.raises(InvariantError, match="waiting -> computing -> paused"):
-        seq.move(Status.RESERVED)
+        seq.move(SequenceStatus.RESERVED)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_kv_positions_needed(outputs, max_new, to_start, to_end):
     """The last output token needs no KV; the next one does, unless it is the last."""
     spec = make_spec(3, outputs, max_new_tokens=max_new)
     assert (spec.tokens_to_start, spec.max_kv_tokens) == (to_start, to_end)
-    assert spec.is_replan == bool(outputs)
+    assert spec.is_retry == bool(outputs)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.scheduling.events import ChunkComputed, Failed, Finished, Sampled, Started
-from kvferry.common.scheduling.sequence import SchedulerConfig, Status
-from kvferry.common.scheduling.step import StepPlan, StepResult
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
+from kvferry.common.scheduling.step import StepBatch, StepResult
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 
-def shape(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
+def shape(plan: StepBatch | None) -> list[tuple[int, int, int, bool]]:
     assert plan is not None
     return [(part.seq_id, part.start_position, len(part.token_ids), part.sample) for part in plan.scheduled]
 
@@ -36,7 +36,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decodes_to_its_length():
     assert shape(node.step()) == [(seq_id, 0, 8, False)]
     assert shape(node.step()) == [(seq_id, 8, 8, False)]
     assert shape(node.step()) == [(seq_id, 16, 2, True)]
-    assert node.scheduler.status(seq_id) is Status.DECODING
+    assert node.scheduler.status(seq_id) is SequenceStatus.DECODING
     assert shape(node.step()) == [(seq_id, 18, 1, True)]
     assert shape(node.step()) == [(seq_id, 19, 1, True)]
     assert node.step() is None
@@ -66,7 +66,7 @@ def test_a_prompt_under_way_keeps_going_and_what_is_left_goes_to_the_next():
     first = node.scheduler.add(make_spec(12), 0.0)
     second = node.scheduler.add(make_spec(range(50, 60)), 0.0)
     assert shape(node.step()) == [(first, 0, 8, False)]
-    assert node.scheduler.status(second) is Status.WAITING, "no budget left: it takes no blocks yet"
+    assert node.scheduler.status(second) is SequenceStatus.WAITING, "no budget left: it takes no blocks yet"
     assert shape(node.step()) == [(first, 8, 4, True), (second, 0, 4, False)]
 
 
@@ -78,7 +78,7 @@ def test_a_better_class_starts_before_what_is_under_way():
     high = node.scheduler.add(make_spec(range(70, 80), priority=1, accepted_at=1.0), 1.0)
     assert shape(node.step(1.0)) == [(high, 0, 8, False)]
     assert shape(node.step(1.0)) == [(high, 8, 2, True), (low, 8, 6, False)]
-    assert node.scheduler.status(same) is Status.WAITING
+    assert node.scheduler.status(same) is SequenceStatus.WAITING
 
 
 def test_ageing_ends_being_overtaken():
@@ -206,7 +206,7 @@ def test_a_failure_ends_its_sequence_alone_and_leaves_no_cache():
     events = node.finish(plan, failed={bad: "not a number"})
     assert Failed(bad, "not a number") in events
     assert node.scheduler.status(bad) is None
-    assert node.scheduler.status(good) is Status.DECODING
+    assert node.scheduler.status(good) is SequenceStatus.DECODING
     again = node.scheduler.add(make_spec(8), 0.0)
     node.step()
     assert node.of(again, Started) == [Started(again, 0)]
@@ -266,7 +266,7 @@ def test_results_must_fit_the_plan():
         with pytest.raises(InvariantError):
             node.scheduler.apply(result, 0.0)
     node.finish(plan)
-    assert node.scheduler.status(seq_id) is Status.DECODING
+    assert node.scheduler.status(seq_id) is SequenceStatus.DECODING
 
 
 def test_a_paused_prompt_keeps_its_blocks_and_gets_no_chunk():
@@ -290,4 +290,4 @@ def test_a_pause_that_comes_after_the_last_chunk_was_sent_off_is_moot():
     node.scheduler.pause(seq_id)
     assert plan is not None
     node.finish(plan)
-    assert node.scheduler.status(seq_id) is Status.DECODING
+    assert node.scheduler.status(seq_id) is SequenceStatus.DECODING

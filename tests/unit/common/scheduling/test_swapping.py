@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.scheduling.events import Finished, GivenBack, Sampled, Started
-from kvferry.common.scheduling.sequence import SchedulerConfig, Status
-from kvferry.common.scheduling.step import StepPlan
+from kvferry.common.scheduling.events import Finished, Preempted, Sampled, Started
+from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
+from kvferry.common.scheduling.step import StepBatch
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 BEST, MIDDLE, WORST = range(1000, 1007), range(70, 77), range(50, 57)
@@ -35,7 +35,7 @@ def blocks_for_later(node: FakeNode) -> int:
     return reservation.seq_id
 
 
-def until(node: FakeNode, seq_id: int, status: Status, now: float = 0.0) -> None:
+def until(node: FakeNode, seq_id: int, status: SequenceStatus, now: float = 0.0) -> None:
     """Whole steps until a sequence is there."""
     for _ in range(50):
         if node.scheduler.status(seq_id) is status:
@@ -44,12 +44,12 @@ def until(node: FakeNode, seq_id: int, status: Status, now: float = 0.0) -> None
     raise AssertionError(f"never {status}")
 
 
-def until_copied_out(node: FakeNode, seq_id: int) -> StepPlan:
+def until_copied_out(node: FakeNode, seq_id: int) -> StepBatch:
     """The step that copies the sequence out, not run yet."""
     for _ in range(50):
         plan = node.schedule()
         assert plan is not None
-        if node.scheduler.status(seq_id) is Status.SWAPPING:
+        if node.scheduler.status(seq_id) is SequenceStatus.SWAPPING:
             return plan
         node.finish(plan)
     raise AssertionError("never swapped out")
@@ -70,7 +70,7 @@ def test_the_worst_goes_to_the_host_and_comes_back_with_the_same_tokens():
     node = make_node()
     sequences = crowd(node)
     node.run()
-    assert [event for event in node.events if isinstance(event, GivenBack)] == []
+    assert [event for event in node.events if isinstance(event, Preempted)] == []
     for seq_id, prompt in zip(sequences, (BEST, MIDDLE, WORST), strict=True):
         assert node.of(seq_id, Finished) == [Finished(seq_id, "length")]
         assert tokens(node, seq_id) == undisturbed(prompt, 14)
@@ -91,7 +91,7 @@ def test_its_blocks_are_free_only_when_the_step_that_copies_them_has_come_back()
     assert node.pool.num_free == 0
     assert node.schedule() is None, "nobody else is taken from while those blocks come"
     node.finish(plan)
-    assert node.scheduler.status(worst) is Status.SWAPPED
+    assert node.scheduler.status(worst) is SequenceStatus.SWAPPED
     assert node.scheduler.block_table(worst) == ()
     assert node.pool.num_free == 2
     following = node.schedule()
@@ -103,7 +103,7 @@ def test_without_room_on_the_host_it_is_given_back():
     node = make_node(num_host_blocks=1)
     _, _, worst = crowd(node)
     node.run()
-    assert node.of(worst, GivenBack) == [GivenBack(worst)]
+    assert node.of(worst, Preempted) == [Preempted(worst)]
     assert node.scheduler.load().swaps == 0
     assert node.scheduler.load().preemptions >= 1
 
@@ -157,7 +157,7 @@ def test_an_abort_leaves_nothing_in_any_state(when: str):
 def test_nothing_new_gets_blocks_while_something_is_swapped_out():
     node = make_node()
     best, middle, worst = crowd(node)
-    until(node, worst, Status.SWAPPED)
+    until(node, worst, SequenceStatus.SWAPPED)
     node.scheduler.abort(best)
     node.scheduler.abort(middle)
     newcomer = node.scheduler.add(make_spec([3], max_new_tokens=1, priority=1), 0.0)
@@ -166,7 +166,7 @@ def test_nothing_new_gets_blocks_while_something_is_swapped_out():
     plan = node.step()
     assert plan is not None
     assert [copies.seq_id for copies in plan.swap_in] == [worst], "first those that were here"
-    assert node.scheduler.status(newcomer) is not Status.WAITING
+    assert node.scheduler.status(newcomer) is not SequenceStatus.WAITING
     assert node.scheduler.reserve(waiting, 0.0) is not None
 
 
@@ -186,7 +186,7 @@ def test_it_returns_only_when_all_that_decode_may_grow():
     node = make_node(num_blocks=9)
     blocker = blocks_for_later(node)
     _, middle, worst = crowd(node)
-    until(node, worst, Status.SWAPPED)
+    until(node, worst, SequenceStatus.SWAPPED)
     node.step()
     node.scheduler.release(blocker)
     assert node.pool.num_free == 3, "as many as it takes, but none for it and the other two to grow"
@@ -203,10 +203,10 @@ def test_the_best_of_those_away_returns_first_and_nobody_overtakes_it():
     node = make_node(num_blocks=9, max_steps_in_flight=2)
     blocker = blocks_for_later(node)
     best, middle, worst = crowd(node)
-    until(node, middle, Status.SWAPPED)
-    assert node.scheduler.status(worst) is Status.SWAPPED
-    second = node.scheduler.take_over(best, make_spec(range(300, 308), max_new_tokens=2), 0.0)
-    assert node.scheduler.status(second) is Status.WAITING
+    until(node, middle, SequenceStatus.SWAPPED)
+    assert node.scheduler.status(worst) is SequenceStatus.SWAPPED
+    second = node.scheduler.inherit_blocks(best, make_spec(range(300, 308), max_new_tokens=2), 0.0)
+    assert node.scheduler.status(second) is SequenceStatus.WAITING
     node.pool.acquire(99, ids(range(12)), max_cached_tokens=0)  # three of six: enough for the worst alone
     assert node.scheduler.schedule(0.0).plan is None
     node.pool.release(99)
@@ -221,11 +221,11 @@ def test_the_best_of_those_away_returns_first_and_nobody_overtakes_it():
 def test_one_that_cannot_return_in_time_is_given_back():
     node = make_node(swap_wait_s=2.0)
     best, _, worst = crowd(node)
-    until(node, worst, Status.SWAPPED, now=10.0)
+    until(node, worst, SequenceStatus.SWAPPED, now=10.0)
     node.step(12.0)
-    assert node.scheduler.status(worst) is Status.SWAPPED
+    assert node.scheduler.status(worst) is SequenceStatus.SWAPPED
     node.step(12.1)
-    assert node.of(worst, GivenBack) == [GivenBack(worst)]
+    assert node.of(worst, Preempted) == [Preempted(worst)]
     assert node.scheduler.load().preemptions == 1
     assert node.host.num_held == 0
     node.run()
@@ -236,11 +236,11 @@ def test_the_best_of_all_is_not_given_back_however_long_it_waits():
     node = make_node(num_blocks=4, swap_wait_s=2.0)
     best = node.scheduler.add(make_spec(BEST, max_new_tokens=9, priority=1), 0.0)
     other = node.scheduler.add(make_spec(WORST, max_new_tokens=9, priority=5), 0.0)
-    until(node, other, Status.SWAPPED)
+    until(node, other, SequenceStatus.SWAPPED)
     node.scheduler.abort(best)
     assert node.pool.acquire(99, ids(range(8)), max_cached_tokens=0) is not None, "blocks that nobody can take"
     assert node.scheduler.schedule(50.0) == (None, [])
-    assert node.scheduler.status(other) is Status.SWAPPED
+    assert node.scheduler.status(other) is SequenceStatus.SWAPPED
     assert not node.scheduler.work_waiting, "waiting for blocks is no stuck engine"
     assert node.scheduler.is_starved
     node.pool.release(99)
@@ -252,9 +252,9 @@ def test_the_best_of_all_takes_the_blocks_of_worse_ones_to_return():
     node = make_node(num_blocks=9)
     blocker = blocks_for_later(node)
     best, middle, worst = crowd(node)
-    until(node, best, Status.DECODING)
+    until(node, best, SequenceStatus.DECODING)
     node.scheduler.pin(worst)
-    until(node, middle, Status.SWAPPED)
+    until(node, middle, SequenceStatus.SWAPPED)
     node.step()
     node.scheduler.unpin(worst)
     node.scheduler.abort(best)
@@ -270,7 +270,7 @@ def test_the_best_of_all_takes_the_blocks_of_worse_ones_to_return():
     node.scheduler.release(blocker)
     node.finish(coming)
     node.run()
-    assert node.of(middle, Finished, GivenBack) == [Finished(middle, "length")]
+    assert node.of(middle, Finished, Preempted) == [Finished(middle, "length")]
 
 
 def test_each_in_need_counts_on_blocks_of_its_own():
@@ -289,7 +289,7 @@ def test_a_worse_one_does_not_take_the_free_blocks_that_the_best_waits_for():
     node.step()
     node.scheduler.pin(worst)
     node.scheduler.pin(last)
-    until(node, middle, Status.SWAPPED)
+    until(node, middle, SequenceStatus.SWAPPED)
     while node.scheduler.num_computed_tokens(worst) < 12:
         node.step()
     node.scheduler.unpin(worst)
@@ -327,9 +327,9 @@ def test_what_the_prefix_cache_still_has_is_not_copied_back():
 def test_a_new_attempt_of_one_that_is_away_starts_anew():
     node = make_node()
     _, _, worst = crowd(node)
-    until(node, worst, Status.SWAPPED)
+    until(node, worst, SequenceStatus.SWAPPED)
     known = undisturbed(WORST, 3)
-    again = node.scheduler.take_over(worst, make_spec(WORST, known, max_new_tokens=14, priority=5), 0.0)
+    again = node.scheduler.inherit_blocks(worst, make_spec(WORST, known, max_new_tokens=14, priority=5), 0.0)
     assert node.host.num_held == 0
     node.run()
     assert tokens(node, again) == undisturbed(WORST, 14)[3:]
@@ -378,7 +378,7 @@ def stray_host_blocks(node: FakeNode, seq_id: int) -> None:
 def test_check_invariants_sees_damage_on_the_host(damage):
     node = make_node()
     _, _, worst = crowd(node)
-    until(node, worst, Status.SWAPPED)
+    until(node, worst, SequenceStatus.SWAPPED)
     damage(node, worst)
     with pytest.raises(InvariantError):
         node.scheduler.check_invariants()

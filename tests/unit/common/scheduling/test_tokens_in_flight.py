@@ -2,8 +2,8 @@
 
 from array import array
 
-from kvferry.common.scheduling.step import ScheduledSequence, StepPlan, StepResult
-from kvferry.common.scheduling.tokens_in_flight import Drawn
+from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
+from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 
 
 def part(seq_id: int, token_id: int = 0, *, ahead: bool = False) -> ScheduledSequence:
@@ -11,25 +11,25 @@ def part(seq_id: int, token_id: int = 0, *, ahead: bool = False) -> ScheduledSeq
 
 
 def test_the_id_is_what_was_drawn_last_for_this_sequence():
-    drawn = Drawn()
+    drawn = TokensInFlight()
     drawn.note(StepResult(1, {7: 11, 8: 12}))
     drawn.note(StepResult(2, {7: 13}))
-    plan = StepPlan(3, (part(7, ahead=True), part(9, 5), part(8, ahead=True)))
-    assert drawn.fill(plan) == StepPlan(3, (part(7, 13), part(9, 5), part(8, 12)))
+    plan = StepBatch(3, (part(7, ahead=True), part(9, 5), part(8, ahead=True)))
+    assert drawn.fill(plan) == StepBatch(3, (part(7, 13), part(9, 5), part(8, 12)))
 
 
 def test_a_plan_with_nothing_ahead_is_left_as_it_is():
-    plan = StepPlan(3, (part(7, 13),))
-    assert Drawn().fill(plan) is plan
+    plan = StepBatch(3, (part(7, 13),))
+    assert TokensInFlight().fill(plan) is plan
 
 
 def test_for_one_that_failed_it_is_some_id():
-    [filled] = Drawn().fill(StepPlan(3, (part(7, ahead=True),))).scheduled
+    [filled] = TokensInFlight().fill(StepBatch(3, (part(7, ahead=True),))).scheduled
     assert filled == part(7, 0)
 
 
 def test_what_has_ended_is_forgotten():
-    drawn = Drawn()
+    drawn = TokensInFlight()
     drawn.note(StepResult(1, {7: 11}))
-    plan = StepPlan(2, (part(7, ahead=True),), finished=(7,))
+    plan = StepBatch(2, (part(7, ahead=True),), finished=(7,))
     assert drawn.fill(plan).scheduled == (part(7, 0),)

@@ -19,7 +19,7 @@ from kvferry.common.base.ids import (
 )
 from kvferry.common.config.endpoints import with_key
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.protocol.messages import Announce, Envelope, OtherLife
+from kvferry.common.protocol.messages import Announce, Envelope, WrongIncarnation
 from kvferry.common.protocol.wire import encode
 from kvferry.common.transport.announce import AnnouncementListener, Announcer, resolve_endpoint
 from kvferry.common.transport.context import TransportContext
@@ -27,7 +27,7 @@ from kvferry.common.transport.proxy import AnnouncementProxy
 from tests.support.keys import KeyRing
 from tests.support.transport import DEADLINE_S, closing, ipc_endpoint, opened, transport_context, wait_until
 
-FAST = Timers(beat_s=0.01, resolve_s=0.02)
+FAST = Timers(heartbeat_s=0.01, resolve_s=0.02)
 LIMITS = Limits()
 
 
@@ -113,7 +113,7 @@ def test_every_worker_of_every_host_hears_a_node(context: TransportContext, sche
 
 def test_malformed_messages_are_counted_and_dropped(context: TransportContext):
     node = announcement()
-    other = [bytes(f) for f in encode(Envelope(node.sender, Incarnation(""), OtherLife()), LIMITS)]
+    other = [bytes(f) for f in encode(Envelope(node.sender, Incarnation(""), WrongIncarnation()), LIMITS)]
     garbage = [[b"x"], [b"\x01\x01", b"{"], [b"\x09\x01", b"{}"], [b"", b"", b""], other]
     with (
         proxy_in_thread(context, "inproc://nodes", "inproc://workers") as (nodes, workers),

@@ -45,13 +45,13 @@ def test_what_is_cut_is_refused(parcel: bytes) -> None:
 def test_no_message_to_a_client_has_a_second_frame() -> None:
     """libzmq ends the process of a client that is between two of them when its connection is made anew."""
     with transport_context() as context:
-        node, me = NodeSocket(context, SocketOptions()), new_incarnation()
+        node, self_id = NodeSocket(context, SocketOptions()), new_incarnation()
         client = context.open_socket(zmq.DEALER, "client")
-        client.setsockopt(zmq.ROUTING_ID, routing_id(me))
+        client.setsockopt(zmq.ROUTING_ID, routing_id(self_id))
         client.connect(node.bind("tcp://127.0.0.1:*"))
         client.send(b"hello")
         take_one(node.receive)
-        node.send(me, [b"type", b"header", b"ids"])
+        node.send(self_id, [b"type", b"header", b"ids"])
         wait_until(lambda: client.poll(0))
         assert [unpack(frame) for frame in client.recv_multipart()] == [[b"type", b"header", b"ids"]]
         context.close_socket(client)

@@ -41,9 +41,9 @@ def unread_node(address: str) -> None:
 def unread_link(address: str) -> None:
     """The same of a client whose node is gone."""
     with transport_context() as context:
-        node, link, me = _acquainted(context, address)
+        node, link, self_id = _acquainted(context, address)
         for _ in range(UNREAD):
-            node.send(me, [b"nobody reads this"])
+            node.send(self_id, [b"nobody reads this"])
         wait_until(lambda: not node.has_pending, step=node.flush)
         node.close()
         _some_heartbeats(context)
@@ -52,13 +52,13 @@ def unread_link(address: str) -> None:
 
 def _acquainted(context: TransportContext, address: str) -> tuple[NodeSocket, LinkSocket, Incarnation]:
     patient = replace(FAST, heartbeat_timeout_s=DEADLINE_S)  # what ends it is the test, not a busy machine
-    node, me = NodeSocket(context, patient), new_incarnation()
-    link = LinkSocket(context, me, patient)
+    node, self_id = NodeSocket(context, patient), new_incarnation()
+    link = LinkSocket(context, self_id, patient)
     link.open()
     link.connect(node.bind(address))
     link.send([b"hello"])
     take_one(node.receive, step=link.flush)
-    return node, link, me
+    return node, link, self_id
 
 
 def _some_heartbeats(context: TransportContext) -> None:

@@ -16,7 +16,7 @@ from kvferry.common.base.ids import (
 from kvferry.common.config.protocol import Limits
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.nonblocking import SendResult
 from kvferry.common.transport.options import SocketOptions
@@ -46,10 +46,10 @@ class Pair:
     def __init__(self, context: TransportContext, endpoint: str, options: SocketOptions = OPTIONS) -> None:
         self.context = context
         self.options = options
-        self.me = new_incarnation()
+        self.self_id = new_incarnation()
         self.node = NodeSocket(context, options)
         self.bound = self.node.bind(endpoint)
-        self.link = LinkSocket(context, self.me, options)
+        self.link = LinkSocket(context, self.self_id, options)
         self.monitor = LinkMonitor(context, self.link)
         self.link.open()
         self.monitor.open()
@@ -58,8 +58,8 @@ class Pair:
     def meet(self) -> None:
         """Pass one message up and one down."""
         self.link.send([b"up"])
-        assert take_one(self.node.receive, step=self.link.flush) == (self.me, [b"up"])
-        assert self.node.send(self.me, [b"down", b"2"]) is SendResult.SENT
+        assert take_one(self.node.receive, step=self.link.flush) == (self.self_id, [b"up"])
+        assert self.node.send(self.self_id, [b"down", b"2"]) is SendResult.SENT
         assert take_one(self.link.receive) == [b"down", b"2"]
 
     def restart_node(self) -> None:
@@ -119,7 +119,7 @@ def test_links_find_the_next_life_at_the_same_address(context: TransportContext,
 
     wait_until(is_heard)
     assert set(came) == {b"again"}
-    assert pair.node.send(pair.me, [b"back"]) is SendResult.SENT
+    assert pair.node.send(pair.self_id, [b"back"]) is SendResult.SENT
     assert take_one(pair.link.receive) == [b"back"]
     pair.close()
 
@@ -137,7 +137,7 @@ def test_what_a_dead_life_did_not_take_is_not_sent_to_the_next(context: Transpor
     pair = Pair(context, ipc_endpoint(tmp_path), TIGHT)
     pair.meet()
     pair.node.close()
-    wait_until(lambda: LinkEvent.DISCONNECTED in list(pair.monitor.receive()))
+    wait_until(lambda: ConnectionEvent.DISCONNECTED in list(pair.monitor.receive()))
     wait_until(lambda: pair.link.send([b"stale"]) is SendResult.QUEUED)
     assert pair.link.discard() == 1
     pair.restart_node()
@@ -149,15 +149,15 @@ def test_what_a_dead_life_did_not_take_is_not_sent_to_the_next(context: Transpor
 
 def test_the_monitor_tells_when_a_link_stands_and_breaks(context: TransportContext, tmp_path: Path):
     pair = Pair(context, ipc_endpoint(tmp_path), TIGHT)
-    events: list[LinkEvent] = []
+    events: list[ConnectionEvent] = []
 
-    def heard(*expected: LinkEvent) -> bool:
+    def heard(*expected: ConnectionEvent) -> bool:
         events.extend(pair.monitor.receive())
         return events == list(expected)
 
-    wait_until(lambda: heard(LinkEvent.CONNECTED))
+    wait_until(lambda: heard(ConnectionEvent.CONNECTED))
     pair.restart_node()
-    wait_until(lambda: heard(LinkEvent.CONNECTED, LinkEvent.DISCONNECTED, LinkEvent.CONNECTED))
+    wait_until(lambda: heard(ConnectionEvent.CONNECTED, ConnectionEvent.DISCONNECTED, ConnectionEvent.CONNECTED))
     pair.close()
 
 
@@ -178,19 +178,19 @@ def test_a_peer_that_left_is_unreachable(pair: Pair):
     pair.meet()
     pair.monitor.close()
     pair.link.close()
-    wait_until(lambda: pair.node.send(pair.me, [b"x"]) is SendResult.UNREACHABLE)
+    wait_until(lambda: pair.node.send(pair.self_id, [b"x"]) is SendResult.UNREACHABLE)
 
 
 def fill_until_queued(pair: Pair) -> None:
     """Send to a client that reads nothing until ZeroMQ takes no more."""
-    while pair.node.send(pair.me, [b"x" * 100_000]) is not SendResult.QUEUED:
+    while pair.node.send(pair.self_id, [b"x" * 100_000]) is not SendResult.QUEUED:
         assert not pair.node.dropped
 
 
 def fill_until_down(pair: Pair) -> int:
     """Send to a client that reads nothing until its outbox overflows; how many messages that took."""
     sent = 0
-    while pair.node.send(pair.me, [sent.to_bytes(4, "little"), b"x" * 100_000]) is not SendResult.UNREACHABLE:
+    while pair.node.send(pair.self_id, [sent.to_bytes(4, "little"), b"x" * 100_000]) is not SendResult.UNREACHABLE:
         sent += 1
         assert sent < 1000
     return sent
@@ -225,8 +225,8 @@ def test_messages_to_a_slow_peer_keep_their_order(context: TransportContext, end
     pair = Pair(context, endpoint, TIGHT)
     pair.meet()
     sent = 0
-    while len(pair.node._outboxes.get(pair.me, ())) < TIGHT.outbox_messages:
-        pair.node.send(pair.me, [sent.to_bytes(4, "little"), b"x" * 100_000])
+    while len(pair.node._outboxes.get(pair.self_id, ())) < TIGHT.outbox_messages:
+        pair.node.send(pair.self_id, [sent.to_bytes(4, "little"), b"x" * 100_000])
         sent += 1
     got: list[int] = []
 
@@ -250,9 +250,9 @@ def test_the_outbox_of_a_peer_that_left_is_dropped(context: TransportContext, en
 
     def noticed() -> bool:
         assert list(pair.node.receive()) == []  # ZeroMQ ends a connection when it is read to its end
-        if pair.node.flush() == [pair.me]:
+        if pair.node.flush() == [pair.self_id]:
             return True
-        return not pair.node.has_pending and pair.node.send(pair.me, [b"x"]) is SendResult.UNREACHABLE
+        return not pair.node.has_pending and pair.node.send(pair.self_id, [b"x"]) is SendResult.UNREACHABLE
 
     wait_until(noticed)
     assert pair.node.dropped["unreachable"] >= 1
@@ -275,12 +275,12 @@ def test_a_full_link_queues_and_then_counts_as_down(context: TransportContext):
 def test_a_peer_that_comes_back_takes_its_place_over(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint)
     pair.meet()
-    again = LinkSocket(context, pair.me, OPTIONS)
+    again = LinkSocket(context, pair.self_id, OPTIONS)
     again.open()
     again.connect(pair.bound)
     again.send([b"me again"])
-    assert take_one(pair.node.receive, step=again.flush) == (pair.me, [b"me again"])
-    assert pair.node.send(pair.me, [b"x"]) is SendResult.SENT
+    assert take_one(pair.node.receive, step=again.flush) == (pair.self_id, [b"me again"])
+    assert pair.node.send(pair.self_id, [b"x"]) is SendResult.SENT
     assert take_one(again.receive) == [b"x"]
     again.close()
     pair.close()
@@ -307,7 +307,7 @@ def test_an_oversized_frame_breaks_only_its_own_connection(context: TransportCon
     other.send([b"hello"])
     peer, _ = take_one(pair.node.receive, step=other.flush)
     pair.link.send([b"x" * 1001])
-    wait_until(lambda: LinkEvent.DISCONNECTED in list(pair.monitor.receive()))
+    wait_until(lambda: ConnectionEvent.DISCONNECTED in list(pair.monitor.receive()))
     assert list(pair.node.receive()) == []
     assert pair.node.send(peer, [b"still here"]) is SendResult.SENT
     assert take_one(other.receive) == [b"still here"]

@@ -14,7 +14,7 @@ from kvferry.common.protocol.wire import Frame
 from kvferry.common.transport.async_receiver import BATCH, AsyncReceiver
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.nonblocking import SendResult
 from kvferry.common.transport.options import SocketOptions
@@ -351,7 +351,7 @@ def test_async_flushes_a_full_link_and_hears_its_monitor(
     async def main() -> None:
         loop = asyncio.get_running_loop()
         done = loop.create_future()
-        events: list[LinkEvent] = []
+        events: list[ConnectionEvent] = []
 
         def on_message(frames: list[Frame]) -> None:
             if frames[0] == b"%d" % total:
@@ -364,7 +364,7 @@ def test_async_flushes_a_full_link_and_hears_its_monitor(
         for number in range(total):
             assert link.send([number.to_bytes(4, "little") + b"x" * 50_000]) is not SendResult.UNREACHABLE
         await done
-        assert events == [LinkEvent.CONNECTED]
+        assert events == [ConnectionEvent.CONNECTED]
         watcher.close()
         receiver.close()
 

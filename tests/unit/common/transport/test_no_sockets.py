@@ -83,15 +83,15 @@ def test_a_kv_link_that_cannot_be_had_fails_its_pieces_and_is_tried_again_with_e
     cache, posted = MemoryCache(), Posted()
     with closing() as stack:
         theirs, ours = opened(stack), opened(stack)
-        me, you = new_incarnation(), new_incarnation()
+        self_id, you = new_incarnation(), new_incarnation()
         receiver = ZmqKvMover(theirs, you, "tcp://127.0.0.1:0", MemoryCache(), Limits(), Posted())
         endpoint = receiver.start()
         monkeypatch.setattr(TransportContext, "prepare_zero_copy", lambda self: None)  # done, and its sockets count
         monkeypatch.setattr(context_module, "MAX_SOCKETS", 4)
-        sender = ZmqKvMover(ours, me, "inproc://sender", cache, Limits(), posted)
+        sender = ZmqKvMover(ours, self_id, "inproc://sender", cache, Limits(), posted)
         sender.start()
         others = [ours.open_socket(zmq.PAIR, "another's") for _ in range(3 - left_over)]
-        key = key_between(me, you)
+        key = key_between(self_id, you)
         receiver.expect(key, TABLE)
         sender.open(you, endpoint)
         numbers = itertools.count()

@@ -28,7 +28,7 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Hello
 from kvferry.common.transport.client_links import ClientLinks
 from kvferry.common.transport.link_socket import LinkSocket
-from kvferry.common.transport.monitor import LinkEvent, LinkMonitor
+from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
@@ -105,22 +105,22 @@ def peers(security: Security | None, options: SocketOptions = FAST) -> Iterator[
 
 
 def is_disconnected(monitor: LinkMonitor) -> bool:
-    return LinkEvent.DISCONNECTED in list(monitor.receive())
+    return ConnectionEvent.DISCONNECTED in list(monitor.receive())
 
 
 def is_refused(client: tuple[LinkSocket, LinkMonitor, Incarnation], times: int = 3) -> None:
     """Its handshake fails again and again, whatever it tries to send."""
     link, monitor, _ = client
-    seen: list[LinkEvent] = []
+    seen: list[ConnectionEvent] = []
     link.send([b"let me in"])
 
     def failed() -> bool:
         link.flush()
         seen.extend(monitor.receive())
-        return seen.count(LinkEvent.HANDSHAKE_FAILED) >= times
+        return seen.count(ConnectionEvent.HANDSHAKE_FAILED) >= times
 
     wait_until(failed)
-    assert LinkEvent.CONNECTED not in seen
+    assert ConnectionEvent.CONNECTED not in seen
     assert link.has_pending
 
 
@@ -185,7 +185,7 @@ def test_a_stranger_gets_nothing_in(keys: KeyRing, wrong: str):
         else:
             link, monitor, _ = p.client(None, bound.partition("?")[0])
             link.send([b"let me in"])
-            wait_until(lambda: LinkEvent.GAVE_UP in list(monitor.receive()), step=link.flush)
+            wait_until(lambda: ConnectionEvent.GAVE_UP in list(monitor.receive()), step=link.flush)
             assert link.has_pending
         p.meets(p.client(keys.security("node")))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.common.models.config import ModelConfig
+from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.load import read_hf_config
 from kvferry.ops.bench import engine
 from kvferry.ops.bench.limits import MachineLimits, step_needs
@@ -22,12 +22,12 @@ def same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ModelConfig:
+def config(tmp_path: Path) -> TransformerConfig:
     make_checkpoint(tmp_path)
     return read_hf_config(tmp_path)
 
 
-def test_needs_of_one_decode_step(config: ModelConfig) -> None:
+def test_needs_of_one_decode_step(config: TransformerConfig) -> None:
     needs = step_needs(config, torch.bfloat16, new=1, context=9, sequences=3)
     assert needs is not None
     projections = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
@@ -38,7 +38,7 @@ def test_needs_of_one_decode_step(config: ModelConfig) -> None:
     assert needs.flop == 2 * 3 * weights + 4 * config.num_layers * config.num_heads * config.head_dim * 10 * 3
 
 
-def test_the_limit_is_the_slower_of_reading_and_multiplying(config: ModelConfig) -> None:
+def test_the_limit_is_the_slower_of_reading_and_multiplying(config: TransformerConfig) -> None:
     needs = step_needs(config, torch.float32, new=1, context=0, sequences=1)
     assert needs is not None
     assert needs.tokens_per_s(1, MachineLimits(1.0, 1e9)) == pytest.approx(1e9 / needs.bytes_read)
@@ -46,7 +46,7 @@ def test_the_limit_is_the_slower_of_reading_and_multiplying(config: ModelConfig)
 
 
 def test_every_case_is_reported(
-    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "PROMPTS", (8, 32, config.max_position_embeddings + 1))
     monkeypatch.setattr(engine, "BATCHES", (1, 3))
@@ -79,7 +79,7 @@ def test_every_case_is_reported(
 
 @pytest.mark.slow
 def test_a_model_cut_over_ranks_is_measured_and_one_that_cannot_be_is_refused(
-    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "PROMPTS", (8,))
     monkeypatch.setattr(engine, "BATCHES", (2,))

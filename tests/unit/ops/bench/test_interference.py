@@ -10,37 +10,39 @@ from kvferry.common.base.errors import (
     KvferryError,
 )
 from kvferry.ops.bench.interference import Side, main, plot, table
-from kvferry.ops.bench.serve.load import Load
+from kvferry.ops.bench.serve.load import RequestLoad
 from kvferry.ops.bench.serve.report import Frame, ServeReport, make_report
-from kvferry.ops.bench.serve.request import Outcome
+from kvferry.ops.bench.serve.request import RequestOutcome
 
 FRAME = Frame("http://x", "m", "infer", 1, cpu_s=0.5)
-LOAD = Load(2, 4, 3, 2, None, 1, 50)
+LOAD = RequestLoad(2, 4, 3, 2, None, 1, 50)
 
 
 def answers(gap_s: float, *, failed: int = 0) -> ServeReport:
     """Three tokens each, this far apart, after half a second."""
     arrivals = [(0.5, 1), (0.5 + gap_s, 1), (0.5 + 2 * gap_s, 1)]
-    whole = [Outcome(due=0.0, ended=2.0, arrivals=list(arrivals), tokens=3) for _ in range(2)]
-    return make_report(FRAME, LOAD, [*whole, *(Outcome(due=0.0, ended=1.0, error="timeout") for _ in range(failed))])
+    whole = [RequestOutcome(due=0.0, ended=2.0, arrivals=list(arrivals), tokens=3) for _ in range(2)]
+    return make_report(
+        FRAME, LOAD, [*whole, *(RequestOutcome(due=0.0, ended=1.0, error="timeout") for _ in range(failed))]
+    )
 
 
 def sides() -> list[Side]:
     return [
         Side("split", ("--prefill", "1"), answers(0.01), answers(0.02), answers(0.1)),
-        Side("unsplit", ("--unsplit", "2"), answers(0.01), answers(0.5, failed=1), answers(0.1)),
+        Side("colocated", ("--colocated", "2"), answers(0.01), answers(0.5, failed=1), answers(0.1)),
     ]
 
 
 def test_a_line_for_each_layout():
-    head, split, unsplit = table(sides())
+    head, split, colocated = table(sides())
     assert head.split()[:3] == ["ms", "alone", "p50"]
     assert split.split() == ["split", "10.0", "10.0", "20.0", "20.0", "20.0", "500.0", "500.0", "2"]
-    assert unsplit.split()[-3:] == ["2,", "1", "failed"]
+    assert colocated.split()[-3:] == ["2,", "1", "failed"]
 
 
 def test_answers_of_one_token_measure_nothing():
-    single = make_report(FRAME, LOAD, [Outcome(due=0.0, ended=1.0, arrivals=[(0.5, 1)], tokens=1)])
+    single = make_report(FRAME, LOAD, [RequestOutcome(due=0.0, ended=1.0, arrivals=[(0.5, 1)], tokens=1)])
     with pytest.raises(KvferryError, match="too short"):
         list(table([Side("split", (), single, single, single)]))
 

@@ -19,7 +19,7 @@ from kvferry.ops.bench.peers.run import (
     measure_peer,
 )
 from kvferry.ops.bench.peers.spec import PeerTask
-from kvferry.ops.bench.report import EngineReport, Machine, PeerReport, Rate
+from kvferry.ops.bench.report import EngineReport, MachineFacts, PeerReport, Rate
 from kvferry.ops.cli.main import main
 from tests.support.tiny_gguf import vocabulary, write_gguf
 from tests.support.tiny_llama import make_checkpoint
@@ -110,7 +110,7 @@ def test_a_plain_copy_has_the_same_weights(tmp_path: Path, kind: str) -> None:
 
 def report_with(*peers: PeerReport) -> EngineReport:
     return EngineReport(
-        model="m", dtype="bfloat16", quantization="none", threads=2, ops="o", machine=Machine(1.0, 1.0),
+        model="m", dtype="bfloat16", quantization="none", threads=2, ops="o", machine=MachineFacts(1.0, 1.0),
         prefill={"128": Rate(1000.0, 0.5)},
         decode={"1": Rate(90.0, None), "8": Rate(100.0, None)}, ready_s=2.0, rss_mb=500, peers=list(peers),
     )  # fmt: skip

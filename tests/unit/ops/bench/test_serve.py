@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvferry.ops.bench.serve.load import Load, arrival_times, prompts
+from kvferry.ops.bench.serve.load import RequestLoad, arrival_times, prompts
 from kvferry.ops.bench.serve.report import Frame, first_gap, make_report, mean_gap, spread, token_gaps
-from kvferry.ops.bench.serve.request import Outcome
+from kvferry.ops.bench.serve.request import RequestOutcome
 from kvferry.ops.cli.main import main
 from tests.support.openai_server import Peer, openai_server
 
@@ -18,9 +18,9 @@ def bench(url: str, *words: str, model: str = "m") -> int:
     return main(["bench", "serve", "--url", url, "--model", model, *sizes, *words])
 
 
-def load(**changes: object) -> Load:
+def load(**changes: object) -> RequestLoad:
     fields = {"requests": 3, "input_len": 4, "output_len": 3, "concurrency": 2, "rate": None, "seed": 1}
-    return Load(**{**fields, "vocab_size": 50, **changes})  # type: ignore[arg-type]
+    return RequestLoad(**{**fields, "vocab_size": 50, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -159,10 +159,10 @@ def test_an_unknown_model(api: str, said: str, capsys: pytest.CaptureFixture[str
 # -- figures
 
 
-def outcome(*arrivals: tuple[float, int], due: float = 0.0, error: str = "") -> Outcome:
+def outcome(*arrivals: tuple[float, int], due: float = 0.0, error: str = "") -> RequestOutcome:
     tokens = sum(count for _, count in arrivals)
     ended = arrivals[-1][0] if arrivals else due + 1.0
-    return Outcome(due, sent=due, ended=ended, arrivals=list(arrivals), tokens=tokens, error=error)
+    return RequestOutcome(due, sent=due, ended=ended, arrivals=list(arrivals), tokens=tokens, error=error)
 
 
 def test_gaps_of_tokens_that_come_together() -> None:
@@ -176,7 +176,7 @@ def test_gaps_of_tokens_that_come_together() -> None:
 
 
 def test_times_count_from_when_a_request_was_due() -> None:
-    late = Outcome(due=10.0, sent=10.25, ended=12.0, arrivals=[(11.0, 1), (12.0, 1)], tokens=2)
+    late = RequestOutcome(due=10.0, sent=10.25, ended=12.0, arrivals=[(11.0, 1), (12.0, 1)], tokens=2)
     report = make_report(FRAME, load(concurrency=None, rate=2.0), [late])
     assert report.ttft_ms is not None
     assert report.e2e_ms is not None

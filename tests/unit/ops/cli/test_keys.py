@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.config.keys import ROLES, AllowedKeys, read_secret
+from kvferry.common.config.keys import KEY_ROLES, AllowedKeys, read_secret
 from kvferry.common.config.schema import SecurityConfig
 from kvferry.common.transport.security import load_security
 from kvferry.ops.cli.main import main
@@ -24,7 +24,7 @@ def test_new_keys_work_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture
         node_key_file=str(folder / "node.secret"),
         router_key_file=str(folder / "router.secret"),
     )
-    for role in ROLES:
+    for role in KEY_ROLES:
         security = load_security(config, role)
         assert security is not None
         assert main(["keys", "public", str(folder / f"{role}.secret")]) == 0

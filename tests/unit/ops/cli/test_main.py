@@ -36,9 +36,9 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["serve", "--port", "x"], "--port"),
         (["serve", "--port", "70000"], "router.port: expected integer from 0 to 65535, got 70000"),
         (["serve", "--prefill", "-1"], "serve.prefill: expected integer, at least 0, got -1"),
-        (["serve", "--prefill", "0"], "serve.prefill: at least 1 without unsplit nodes (serve.unsplit), got 0"),
-        (["serve", "--decode", "0"], "serve.decode: at least 1 without unsplit nodes (serve.unsplit), got 0"),
-        (["unsplit"], "--config"),
+        (["serve", "--prefill", "0"], "serve.prefill: at least 1 without colocated nodes (serve.colocated), got 0"),
+        (["serve", "--decode", "0"], "serve.decode: at least 1 without colocated nodes (serve.colocated), got 0"),
+        (["colocated"], "--config"),
         (["serve", "--dtype", "float16"], "--dtype"),
         (["serve", "--set", "node.block_sizes=1"], "did you mean node.block_size?"),
         (["serve", "--set", "node"], "expected section.key=value"),
@@ -163,13 +163,13 @@ def test_printed_configuration_has_flags_and_settings_and_works_as_a_file(capsys
     config = load_config(file)
     assert (config.router.port, config.router.workers, config.serve.prefill, config.node.threads) == (8, 3, 2, 1)
     assert config.model.path == str(Path("m.gguf").absolute())
-    for command in ("router", "prefill", "decode", "unsplit"):
+    for command in ("router", "prefill", "decode", "colocated"):
         assert run(capsys, command, "--config", str(file), "--print-config") == (0, out, "")
 
 
 def test_every_command_has_help(capsys):
     parser = build_parser()
-    for command in ("serve", "router", "prefill", "decode", "unsplit", "infer", "doctor", "demo"):
+    for command in ("serve", "router", "prefill", "decode", "colocated", "infer", "doctor", "demo"):
         with pytest.raises(SystemExit) as end:
             parser.parse_args([command, "--help"])
         assert end.value.code == 0

@@ -18,7 +18,7 @@ import kvferry.router.core
 from kvferry.common.cluster.table import Table
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import MESSAGE_TYPES
-from kvferry.common.scheduling.sequence import TRANSITIONS, Status
+from kvferry.common.scheduling.sequence import TRANSITIONS, SequenceStatus
 from kvferry.ops.docs_build.protocol import (
     PROTOCOL,
     STATES,
@@ -69,8 +69,8 @@ def test_every_table_of_the_code_is_drawn():
 
 def test_the_schedulers_transitions_are_drawn():
     rows = MACHINES[-1].rows
-    assert {(here, to) for here, _, to in rows} == {(here, to) for here in Status for to in TRANSITIONS[here]}
-    assert MACHINES[-1].starts == (Status.WAITING, Status.RESERVED)
+    assert {(here, to) for here, _, to in rows} == {(here, to) for here in SequenceStatus for to in TRANSITIONS[here]}
+    assert MACHINES[-1].starts == (SequenceStatus.WAITING, SequenceStatus.RESERVED)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.title)

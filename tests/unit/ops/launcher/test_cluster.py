@@ -89,16 +89,19 @@ def test_a_cluster_is_a_proxy_a_router_and_its_nodes():
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        (("serve.unsplit=2",), ["unsplit-0", "unsplit-1"]),
-        (("serve.unsplit=1", "serve.prefill=1"), ["prefill-0", "unsplit-0"]),
-        (("serve.unsplit=1", "serve.prefill=1", "serve.decode=2"), ["prefill-0", "decode-0", "decode-1", "unsplit-0"]),
+        (("serve.colocated=2",), ["colocated-0", "colocated-1"]),
+        (("serve.colocated=1", "serve.prefill=1"), ["prefill-0", "colocated-0"]),
+        (
+            ("serve.colocated=1", "serve.prefill=1", "serve.decode=2"),
+            ["prefill-0", "decode-0", "decode-1", "colocated-0"],
+        ),
     ],
 )
 def test_unsplit_nodes_stand_in_place_of_split_ones_or_beside_them(settings: tuple[str, ...], names: list[str]):
     """They stop with the decode nodes: prefill nodes hand over to them until then."""
     nodes = cluster_children(served(*settings), FILE, RUN_DIR, 5)[2:]
     assert [child.plan.name for child in nodes] == names
-    assert {child.plan.stage for child in nodes if child.plan.name.startswith("unsplit")} == {Stage.DECODE}
+    assert {child.plan.stage for child in nodes if child.plan.name.startswith("colocated")} == {Stage.DECODE}
 
 
 def test_a_child_may_take_longer_to_stop_than_its_drain():

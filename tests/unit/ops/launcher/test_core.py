@@ -13,7 +13,7 @@ from kvferry.ops.launcher.core import (
     ChildExited,
     ChildPlan,
     Event,
-    Finish,
+    FinishLaunch,
     KillChild,
     LauncherCore,
     Phase,
@@ -105,7 +105,7 @@ def test_a_child_that_cannot_start_ends_everything_with_its_own_words():
     assert launcher.send(ChildExited("router", 0)) == [TerminateChild("decode-0"), TerminateChild("decode-1")]
     assert launcher.send(ChildExited("decode-1", -15)) == []
     assert launcher.send(ChildExited("decode-0", -15)) == [TerminateChild("proxy")]
-    assert launcher.send(ChildExited("proxy", 0)) == [Finish("prefill-0 could not start: no such file")]
+    assert launcher.send(ChildExited("proxy", 0)) == [FinishLaunch("prefill-0 could not start: no such file")]
     assert launcher.core.phase is Phase.OVER
 
 
@@ -114,7 +114,7 @@ def test_why_children_could_not_start_is_told_once_and_without_their_commands_na
     launcher.send(ChildExited("prefill-0", 2, "kvferry prefill: error: a.b: wrong"))
     launcher.send(ChildExited("decode-0", 2, "kvferry decode: error: a.b: wrong"))
     end = launcher.send(ChildExited("decode-1", 2, "kvferry decode: error: another"))
-    assert end == [Finish("prefill-0 could not start: a.b: wrong", True)]
+    assert end == [FinishLaunch("prefill-0 could not start: a.b: wrong", True)]
     assert launcher.told == ["decode-1: another"]
 
 
@@ -130,7 +130,9 @@ def test_why_a_child_ended_in_service_or_on_the_way_out_is_told():
 
 def test_a_child_that_finds_the_configuration_wrong_says_so_by_its_code():
     launcher = Launcher([PLANS[1]])
-    assert launcher.send(ChildExited("router", 2, "a.b: wrong")) == [Finish("router could not start: a.b: wrong", True)]
+    assert launcher.send(ChildExited("router", 2, "a.b: wrong")) == [
+        FinishLaunch("router could not start: a.b: wrong", True)
+    ]
 
 
 def test_a_child_that_is_killed_while_starting_gets_some_more_chances():
@@ -138,7 +140,7 @@ def test_a_child_that_is_killed_while_starting_gets_some_more_chances():
     for _ in range(4):
         assert launcher.send(ChildExited("router", -9)) == []
         assert launcher.tick(4.0) == [StartChild("router")]
-    assert launcher.send(ChildExited("router", -9)) == [Finish("router could not start: was ended by signal 9")]
+    assert launcher.send(ChildExited("router", -9)) == [FinishLaunch("router could not start: was ended by signal 9")]
 
 
 def test_what_a_cut_file_does_is_told_in_words():
@@ -159,7 +161,7 @@ def test_an_orderly_stop_goes_router_prefill_decode_proxy():
     )
     assert launcher.send(ChildExited("prefill-0", 0)) == [TerminateChild("decode-0")]
     assert launcher.send(ChildExited("decode-0", 0)) == [TerminateChild("proxy")]
-    assert launcher.send(ChildExited("proxy", 0)) == [Finish("")]
+    assert launcher.send(ChildExited("proxy", 0)) == [FinishLaunch("")]
 
 
 def test_what_does_not_stop_in_time_is_killed_and_the_rest_goes_on():
@@ -179,7 +181,7 @@ def test_a_second_request_kills_all_and_a_third_changes_nothing():
     assert launcher.send(StopRequested()) == []
     for plan in PLANS[:-1]:
         assert launcher.send(ChildExited(plan.name, -9)) == []
-    assert launcher.send(ChildExited("decode-1", -9)) == [Finish("stopped at once, before all had drained")]
+    assert launcher.send(ChildExited("decode-1", -9)) == [FinishLaunch("stopped at once, before all had drained")]
 
 
 def test_a_stop_cancels_a_restart_that_is_due():
@@ -213,7 +215,7 @@ def test_whatever_happens_every_child_is_gone_at_the_end(choices: list[int]):
     """A random story, then a stop: Finish comes exactly once, when nothing runs, and nothing starts after the stop."""
     launcher = Launcher()
     running = {plan.name for plan in PLANS}
-    finished: list[Finish] = []
+    finished: list[FinishLaunch] = []
     stopped = False
 
     def perform(actions):
@@ -222,7 +224,7 @@ def test_whatever_happens_every_child_is_gone_at_the_end(choices: list[int]):
                 case StartChild(name):
                     assert not stopped
                     running.add(name)
-                case Finish():
+                case FinishLaunch():
                     assert not running
                     finished.append(action)
                 case TerminateChild(name) | KillChild(name):

@@ -18,8 +18,8 @@ class Heard:
 
     def receive(self) -> Iterator[Envelope]:
         for name in self._looks.pop(0) if self._looks else ():
-            me = new_incarnation()
-            yield Envelope(me, me, Announce(name=name, role="decode", model="m", endpoint="inproc://a"))
+            self_id = new_incarnation()
+            yield Envelope(self_id, self_id, Announce(name=name, role="decode", model="m", endpoint="inproc://a"))
 
 
 class TooLongError(Exception):

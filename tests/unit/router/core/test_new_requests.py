@@ -19,11 +19,11 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.protocol.messages import Beat, Job, Status
+from kvferry.common.protocol.messages import Heartbeat, Job, Status
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
-from kvferry.router.core.effects import Finish
-from kvferry.router.core.placer import Planner
+from kvferry.router.core.effects import FinishRequest
+from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import Request, RequestState
 from tests.unit.router.core.test_router import DECODE, PREFILL, REQUEST, Bench, ends, said
 
@@ -69,8 +69,8 @@ def test_it_starts_as_soon_as_a_pair_is_known_and_keeps_its_age(bench):
 
 def test_nothing_is_asked_of_a_node_meanwhile(bench):
     bench.submit(0.2)
-    beats = said(tick(bench, 1.0, "decode"), Beat)
-    assert [beat.entries for beat in beats.values()] == [(), ()]
+    heartbeats = said(tick(bench, 1.0, "decode"), Heartbeat)
+    assert [beat.entries for beat in heartbeats.values()] == [(), ()]
 
 
 def test_after_the_bound_it_is_refused_with_what_is_missing(bench):
@@ -133,7 +133,7 @@ def test_its_deadline_comes_first_where_it_is_shorter(bench):
 def test_a_client_that_leaves_waits_for_nothing(bench):
     bench.submit(0.2)
     (effect,) = bench.core.cancel(REQUEST, "left", 0.5)
-    assert isinstance(effect, Finish)
+    assert isinstance(effect, FinishRequest)
     assert bench.core.is_quiescent()
     assert said(tick(bench, 1.0), Job) == {}
 
@@ -181,9 +181,9 @@ def test_where_no_pair_is_there_one_look_a_tick_is_enough(bench, monkeypatch):
         submit(bench, number, 0.2)
     asked = []
 
-    def plan(_: Planner, request: Request, now: float, full: Collection[Incarnation] = ()) -> None:
+    def plan(_: Placer, request: Request, now: float, full: Collection[Incarnation] = ()) -> None:
         asked.append(request.request_id)
 
-    monkeypatch.setattr(Planner, "plan", plan)
+    monkeypatch.setattr(Placer, "plan", plan)
     tick(bench, 0.5, "decode")
     assert len(asked) == 1

@@ -16,23 +16,23 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.protocol.messages import Envelope, FirstToken, Job, OtherLife, Status, Welcome
+from kvferry.common.protocol.messages import Envelope, FirstToken, Job, Status, Welcome, WrongIncarnation
 from kvferry.common.protocol.model_info import (
     Compatibility,
     ModelInfo,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
-from kvferry.router.core.effects import Effect, Finish
+from kvferry.router.core.effects import Effect, FinishRequest
 from kvferry.router.core.router_core import RouterCore
 
-ME = Incarnation("f" * 32)
+SELF_ID = Incarnation("f" * 32)
 REQUEST = RequestId("a" * 32)
 TIMERS = Timers(stranded_wait_s=5.0)
 
 
 class Bench:
-    """A router worker, and unsplit nodes that it is welcomed by one after the other."""
+    """A router worker, and colocated nodes that it is welcomed by one after the other."""
 
     def __init__(self) -> None:
         self.core = RouterCore("w", TIMERS, Limits(), random.Random(0))
@@ -52,7 +52,7 @@ class Bench:
         assert self.core.links.by_peer[peer].usable
 
     def say(self, name: str, message: object) -> list[Effect]:
-        envelope = Envelope(self.nodes[name], ME, message)  # type: ignore[arg-type]
+        envelope = Envelope(self.nodes[name], SELF_ID, message)  # type: ignore[arg-type]
         effects = self.core.handle(Received(envelope, name), self.now)
         self.core.check_invariants()
         return effects
@@ -60,7 +60,7 @@ class Bench:
     def die(self, name: str) -> list[Effect]:
         """Another life is there, which has not welcomed anybody yet."""
         peer = Incarnation("e" * 32)
-        return self.core.handle(Received(Envelope(peer, ME, OtherLife()), name), self.now)
+        return self.core.handle(Received(Envelope(peer, SELF_ID, WrongIncarnation()), name), self.now)
 
     def submit(self, max_new_tokens: int = 4, ids: tuple[int, ...] = (1, 2, 3)) -> list[Effect]:
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
@@ -107,7 +107,7 @@ def test_a_stream_whose_weights_are_gone_ends_and_says_so(bench: Bench) -> None:
     begun(bench)
     bench.node("new", weights="new")
     bench.die("old")
-    ended = [effect.event for effect in bench.ticks(TIMERS.stranded_wait_s + 1.0) if isinstance(effect, Finish)]
+    ended = [effect.event for effect in bench.ticks(TIMERS.stranded_wait_s + 1.0) if isinstance(effect, FinishRequest)]
     assert [type(event.error) for event in ended] == [UnavailableError]
     assert str(ended[0].error) == "no nodes have the weights of 'm' that the first tokens were drawn with any more"
     assert bench.core.is_quiescent()
@@ -116,7 +116,7 @@ def test_a_stream_whose_weights_are_gone_ends_and_says_so(bench: Bench) -> None:
 def test_a_stream_waits_for_its_nodes_where_nobody_serves_its_name(bench: Bench) -> None:
     begun(bench)
     bench.die("old")
-    assert not [effect for effect in bench.ticks(TIMERS.stranded_wait_s + 5.0) if isinstance(effect, Finish)]
+    assert not [effect for effect in bench.ticks(TIMERS.stranded_wait_s + 5.0) if isinstance(effect, FinishRequest)]
     bench.node("again")
     assert jobs(bench.ticks(bench.now + 1.0)) == [bench.nodes["again"]]
 
@@ -154,5 +154,5 @@ def test_a_long_request_is_refused_where_only_nodes_for_shorter_ones_are_left(be
     assert jobs(bench.submit(max_new_tokens=50)) == [bench.nodes["wide"]]
     bench.node("short", length=32)
     ended = [*bench.die("wide"), *bench.ticks(TIMERS.stranded_wait_s + 1.0)]
-    (end,) = [effect.event for effect in ended if isinstance(effect, Finish)]
+    (end,) = [effect.event for effect in ended if isinstance(effect, FinishRequest)]
     assert str(end.error) == "the nodes that are there are made for shorter requests than 53 tokens"

@@ -14,7 +14,7 @@ from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import Gone, HandedOver, HandoverFailed, Job, Status
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
-from kvferry.router.core.effects import Finish
+from kvferry.router.core.effects import FinishRequest
 from kvferry.router.core.request import RequestState
 from tests.unit.router.core.test_router import DECODE, PREFILL, Bench
 
@@ -25,7 +25,7 @@ BOUND = 20
 def bench():
     """A worker that gives one prefill node twenty tokens of re-plans at a time."""
     bench = Bench()
-    bench.core._table.limits = Limits(replan_tokens=BOUND)
+    bench.core._table.limits = Limits(retry_tokens=BOUND)
     bench.core.handle(Tick(), 0.0)
     return bench
 
@@ -94,7 +94,7 @@ def test_a_deadline_holds_while_a_request_waits_for_its_turn(bench):
         lose(bench, number, 0.3)
     effects = ticks(bench, 0.5, 2.5)
     assert planned(effects) == [1, 2]
-    assert [(e.request_id, e.event.outcome) for e in effects if isinstance(e, Finish)] == [(rid(3), "timeout")]
+    assert [(e.request_id, e.event.outcome) for e in effects if isinstance(e, FinishRequest)] == [(rid(3), "timeout")]
 
 
 def test_a_long_one_is_not_overtaken_by_short_ones_and_goes_alone(bench):

@@ -17,14 +17,14 @@ from kvferry.common.cluster.events import (
 )
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import (
-    Beat,
     Cancel,
     Envelope,
     FirstToken,
     Gone,
     HandedOver,
+    Heartbeat,
     Job,
-    Role,
+    RoleName,
     Status,
     Tokens,
     TokensEntry,
@@ -36,24 +36,24 @@ from kvferry.common.protocol.model_info import (
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
-from kvferry.router.core.effects import Deliver, Finish
+from kvferry.router.core.effects import Deliver, FinishRequest
 from kvferry.router.core.router_core import RouterCore
 
-ME, PREFILL, DECODE = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
+SELF_ID, PREFILL, DECODE = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 REQUEST = RequestId("a" * 32)
 
 
 class Bench:
     """A router worker with one prefill and one decode node, or with a single node that is both."""
 
-    def __init__(self, decode_block_size: int = 4, *, unsplit: bool = False) -> None:
+    def __init__(self, decode_block_size: int = 4, *, colocated: bool = False) -> None:
         self.core = RouterCore("w", Timers(), Limits(), random.Random(0))
-        roles: tuple[tuple[Incarnation, Role], ...] = ((PREFILL, "prefill"), (DECODE, "decode"))
-        for peer, role in roles[:1] if unsplit else roles:
+        roles: tuple[tuple[Incarnation, RoleName], ...] = ((PREFILL, "prefill"), (DECODE, "decode"))
+        for peer, role in roles[:1] if colocated else roles:
             self.core.add_static(role, 0.0)
             welcome = Welcome(
                 name=role,
-                roles=("prefill", "decode") if unsplit else (role,),
+                roles=("prefill", "decode") if colocated else (role,),
                 model=ModelInfo(name="m", vocab_size=8, max_model_len=1024, max_position_embeddings=1024),
                 compatibility=Compatibility(
                     protocol_version=1,
@@ -68,7 +68,7 @@ class Bench:
             self.tell(peer, role, Status(status_no=1), 0.0)
 
     def tell(self, peer: Incarnation, endpoint: str, message, now: float):
-        effects = self.core.handle(Received(Envelope(peer, ME, message), endpoint), now)
+        effects = self.core.handle(Received(Envelope(peer, SELF_ID, message), endpoint), now)
         self.core.check_invariants()
         return effects
 
@@ -85,8 +85,8 @@ class Bench:
 
     def wanted(self, now: float) -> dict[Incarnation, list[tuple[int, bool, bool]]]:
         """What the lists say, by node: attempt, expected, resend."""
-        beats = said(self.core.handle(Tick(), now), Beat)
-        return {peer: [(e.attempt, e.expected, e.resend) for e in beat.entries] for peer, beat in beats.items()}
+        heartbeats = said(self.core.handle(Tick(), now), Heartbeat)
+        return {peer: [(e.attempt, e.expected, e.resend) for e in beat.entries] for peer, beat in heartbeats.items()}
 
 
 def said(effects, kind):
@@ -102,7 +102,7 @@ def delivered(effects):
 
 
 def ends(effects):
-    return [effect.event for effect in effects if isinstance(effect, Finish)]
+    return [effect.event for effect in effects if isinstance(effect, FinishRequest)]
 
 
 @pytest.fixture
@@ -183,12 +183,12 @@ def test_what_a_later_attempt_finds_cached_is_no_prefix_hit(bench):
 
 
 def test_a_node_with_both_roles_is_named_for_both():
-    job = said(Bench(unsplit=True).submit(), Job)[PREFILL]
+    job = said(Bench(colocated=True).submit(), Job)[PREFILL]
     assert [candidate.incarnation for candidate in job.candidates] == [PREFILL]
 
 
 def test_what_goes_on_where_it_was_computed_is_expected_there_all_the_time():
-    bench = Bench(unsplit=True)
+    bench = Bench(colocated=True)
     bench.submit()
     assert bench.wanted(0.6) == {PREFILL: [(1, True, False)]}
     bench.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=PREFILL), 0.7)
@@ -197,7 +197,7 @@ def test_what_goes_on_where_it_was_computed_is_expected_there_all_the_time():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_its_tokens_count_whether_or_not_the_hand_over_was_heard_of(told):
-    bench = Bench(unsplit=True)
+    bench = Bench(colocated=True)
     bench.submit()
     if told:
         bench.tell(PREFILL, "prefill", HandedOver(request_id=REQUEST, attempt=1, decode=PREFILL), 0.2)
@@ -240,7 +240,7 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(bench):
         bench.submit()
     bench.hand_over()
     assert ends(bench.tokens(1, 0, (5,), finish="stop"))
-    assert all(beat.last for beat in said(bench.core.close(0.5), Beat).values())
+    assert all(beat.last for beat in said(bench.core.close(0.5), Heartbeat).values())
 
 
 def test_without_a_pair_that_fits_it_says_in_what_the_nodes_differ():

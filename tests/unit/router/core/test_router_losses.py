@@ -29,20 +29,20 @@ from kvferry.common.cluster.events import (
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import (
     Announce,
-    Beat,
     Cancel,
     FirstToken,
     Gone,
     HandedOver,
     HandoverFailed,
+    Heartbeat,
     HelloRefused,
     Job,
-    Load,
-    OtherLife,
+    NodeLoad,
     Status,
     Tokens,
     TokensEntry,
     Welcome,
+    WrongIncarnation,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
@@ -121,7 +121,7 @@ def test_beyond_the_bound_on_waiting_tokens_new_requests_are_refused():
     bench = Bench()
     bench.core.limits = Limits(queued_tokens=4)
     bench.submit()
-    status = Status(status_no=2, load=Load(waiting_tokens=3))
+    status = Status(status_no=2, load=NodeLoad(waiting_tokens=3))
     bench.tell(PREFILL, "prefill", status, 0.2)
     with pytest.raises(OverloadedError):
         bench.submit(0.3)
@@ -159,7 +159,7 @@ def test_a_preemption_costs_no_attempt_and_is_counted_in_the_job(bench):
     bench.submit()
     bench.hand_over()
     bench.tokens(1, 0, (5, 6))
-    gone(bench, DECODE, "given_back", 0.5)
+    gone(bench, DECODE, "preempted", 0.5)
     again = planned_again(bench, 0.5, 2.0)
     assert again is not None
     assert (again[0].times_preempted, list(again[0].output_token_ids)) == (1, [5, 6])
@@ -168,7 +168,7 @@ def test_a_preemption_costs_no_attempt_and_is_counted_in_the_job(bench):
 
 def test_a_draining_prefill_node_gives_back_at_no_cost(bench):
     bench.submit()
-    gone(bench, PREFILL, "given_back", 0.3)
+    gone(bench, PREFILL, "preempted", 0.3)
     assert request(bench).state is RequestState.WAITING
     assert request(bench).losses == 0
 
@@ -207,7 +207,7 @@ def test_losses_in_a_row_end_a_request(bench):
         assert ends(gone(bench, PREFILL, "lost", now, attempt)) == []
         again = planned_again(bench, now, now + 1)
         assert again is not None
-        assert again[1] - now <= TIMERS.replan_jitter_s + 0.06
+        assert again[1] - now <= TIMERS.retry_jitter_s + 0.06
         now = again[1]
     (end,) = ends(gone(bench, PREFILL, "lost", now, bench.core.limits.max_attempts))
     assert (end.outcome, type(end.error)) == ("error", KvferryError)
@@ -303,7 +303,7 @@ def test_a_pair_that_failed_is_avoided_for_a_while():
     second = Incarnation("6" * 32)
     bench.core.add_static("decode2", 0.0)
     bench.tell(second, "decode2", replace(welcome_of(bench), name="decode2"), 0.0)
-    load = Load(total_blocks=100, free_blocks=90, block_size=4)
+    load = NodeLoad(total_blocks=100, free_blocks=90, block_size=4)
     bench.tell(DECODE, "decode", Status(status_no=2, load=load), 0.1)
     bench.tell(second, "decode2", Status(status_no=2, load=replace(load, free_blocks=50)), 0.1)
     job = said(bench.submit(), Job)[PREFILL]
@@ -429,7 +429,7 @@ def test_what_a_node_says_before_its_welcome_is_answered_with_hello():
 
 
 def test_a_node_that_forgot_this_worker_is_greeted_again(bench):
-    effects = bench.tell(DECODE, "decode", OtherLife(), 0.5)
+    effects = bench.tell(DECODE, "decode", WrongIncarnation(), 0.5)
     assert [type(effect) for effect in effects] == [SendHello]
     assert [type(effect) for effect in bench.core.handle(LinkConnected("decode"), 0.6)] == [SendHello]
 
@@ -452,9 +452,9 @@ def test_a_last_tokens_message_that_was_lost_is_seen_by_the_status(bench):
     bench.hand_over()
     tick(bench, 0.5)
     bench.tell(DECODE, "decode", Status(status_no=1000, link_seq=3), 0.6)
-    beats = said(bench.core.handle(Tick(), 0.65), Beat)
-    assert beats.keys() == {DECODE}
-    assert beats[DECODE].entries[0].resend
+    heartbeats = said(bench.core.handle(Tick(), 0.65), Heartbeat)
+    assert heartbeats.keys() == {DECODE}
+    assert heartbeats[DECODE].entries[0].resend
 
 
 def test_a_skipped_number_is_a_gap_for_all_requests_there(bench):
@@ -463,14 +463,14 @@ def test_a_skipped_number_is_a_gap_for_all_requests_there(bench):
     tick(bench, 0.5)
     assert bench.core.handle(Tick(), 0.55) == []
     bench.tell(DECODE, "decode", Tokens(link_seq=5, entries=()), 0.6)
-    assert said(bench.core.handle(Tick(), 0.65), Beat)[DECODE].entries[0].resend
+    assert said(bench.core.handle(Tick(), 0.65), Heartbeat)[DECODE].entries[0].resend
 
 
 def test_the_same_job_is_sent_again_only_if_it_was_never_known(bench):
     """Rule 14."""
     first = said(bench.submit(), Job)[PREFILL]
     again = said(gone(bench, PREFILL, "never_known", 1.1), Job)[PREFILL]
-    assert (again.attempt, again.plan_no) == (first.attempt, first.plan_no)
+    assert (again.attempt, again.placement_no) == (first.attempt, first.placement_no)
     assert again.remaining_ms == first.remaining_ms - 1000  # rule 33
     assert again.waited_ms == first.waited_ms + 1000
 

@@ -16,7 +16,7 @@ from kvferry.common.config.schema import section_types
 from kvferry.router.api import EndEvent, TokensEvent, Usage
 from kvferry.router.http import errors
 from kvferry.router.http.metrics import RouterMetrics
-from kvferry.router.http.parameters import Parameters, read_parameters
+from kvferry.router.http.parameters import RequestParameters, read_parameters
 from kvferry.router.http.routes import routes
 from kvferry.router.http.skeleton import _Parameters, decode_skeleton
 from kvferry.router.http.sse import end_event, tokens_event
@@ -78,7 +78,7 @@ def test_the_first_fault_is_told_in_the_order_of_the_table():
 
 
 def test_defaults_are_those_of_the_page():
-    sampling = Parameters().resolve(MODEL, 3, 512, seed=77)
+    sampling = RequestParameters().resolve(MODEL, 3, 512, seed=77)
     taken = {name: getattr(sampling, name, None) for name in PARAMETERS}
     taken |= {"priority": DEFAULT_PRIORITY, "timeout": DEFAULT_TIMEOUT_S}
     worded = {"seed": "drawn", "top_k": "the model's", "do_sample": "see below"}

@@ -12,7 +12,7 @@ from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, Usage
-from kvferry.router.http.describe_value import describe
+from kvferry.router.http.describe_value import describe_value
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.generation import Generation
 from kvferry.router.http.metrics import RouterMetrics
@@ -136,4 +136,4 @@ def test_a_broken_promise_is_not_passed_on(events):
     ],
 )
 def test_values_in_error_texts_are_short(value, text):
-    assert describe(value) == text
+    assert describe_value(value) == text

@@ -214,5 +214,5 @@ def test_any_worker_tells_the_numbers_of_all(tmp_path):
     assert found["request_received_total"] == 5
     assert found["num_requests_running"] == 5
     assert found["generation_tokens_total"] == 20
-    assert found["request_replans_total"] == 10
+    assert found["request_retries_total"] == 10
     assert found["time_to_first_token_seconds_count"] == 5

@@ -1,4 +1,4 @@
-"""`kvferry serve --unsplit 2`: processes that run both legs, one of which is killed under a stream."""
+"""`kvferry serve --colocated 2`: processes that run both roles, one of which is killed under a stream."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.support.serve import Served, wait_until
 from tests.support.tiny_llama import random_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-NODES = ("unsplit-0", "unsplit-1")
+NODES = ("colocated-0", "colocated-1")
 PROMPT = random_prompt(21, 60, VOCAB_SIZE)
 LONG = 2000
 """Tokens of a stream that is still running when its node dies, as a rule."""
@@ -23,9 +23,9 @@ TRIES = 4
 
 def test_a_node_is_killed_under_a_stream(serve: Serve) -> None:
     """The other one goes on with it; the tokens are those of an undisturbed run."""
-    settings = {"router.max_iter_times": LONG, "serve.restart_min_s": 0.1, "timers.beat_s": 0.1}
+    settings = {"router.max_iter_times": LONG, "serve.restart_min_s": 0.1, "timers.heartbeat_s": 0.1}
     with (
-        serve(prefill=0, decode=0, unsplit=2, settings=settings) as cluster,
+        serve(prefill=0, decode=0, colocated=2, settings=settings) as cluster,
         NodeWatch(cluster.members_endpoint()) as watch,
     ):
         assert {*cluster.children()} == {"proxy", "router", *NODES}

@@ -1,4 +1,4 @@
-"""Nodes that run both legs: the same tokens as split ones, nothing ferried, and beside split ones in one cluster."""
+"""Nodes that run both roles: the same tokens as split ones, nothing ferried, and beside split ones in one cluster."""
 
 import asyncio
 from pathlib import Path
@@ -32,18 +32,18 @@ async def all_answers(c: Cluster) -> list[list[int]]:
 @pytest.mark.parametrize("scheme", ["inproc", "ipc", "tcp"])
 async def test_one_node_is_a_whole_cluster(cluster: MakeCluster, reference: Reference, scheme: str) -> None:
     prompt = random_prompt(2, 50)
-    async with cluster(prefill=0, decode=0, unsplit=1, scheme=scheme) as c:
+    async with cluster(prefill=0, decode=0, colocated=1, scheme=scheme) as c:
         events = await c.stream(prompt, max_new_tokens=10)
         assert tokens_of(events) == reference_tokens(reference[1], prompt, 10)
-        assert events[-1]["nodes"] == {"prefill": "unsplit-0", "decode": "unsplit-0"}
-        assert not await c.nodes["unsplit-0"].ask(ferried_to)
+        assert events[-1]["nodes"] == {"prefill": "colocated-0", "decode": "colocated-0"}
+        assert not await c.nodes["colocated-0"].ask(ferried_to)
 
 
 @pytest.mark.asyncio
 async def test_many_at_once_are_as_on_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
     async with cluster(prefill=1, decode=1) as c:
         split = await all_answers(c)
-    async with cluster(prefill=0, decode=0, unsplit=2, max_step_tokens=8, max_running=8) as c:
+    async with cluster(prefill=0, decode=0, colocated=2, max_step_tokens=8, max_running=8) as c:
         assert await all_answers(c) == split
         assert not any([await node.ask(ferried_to) for node in c.nodes.values()])
     assert split == [reference_tokens(reference[1], prompt, 9) for prompt in PROMPTS]
@@ -51,14 +51,14 @@ async def test_many_at_once_are_as_on_split_nodes(cluster: MakeCluster, referenc
 
 @pytest.mark.asyncio
 async def test_beside_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
-    async with cluster(unsplit=1) as c:
+    async with cluster(colocated=1) as c:
         streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
     for prompt, events in zip(PROMPTS, streams, strict=True):
         assert tokens_of(events) == reference_tokens(reference[1], prompt, 9)
     pairs = {tuple(events[-1]["nodes"].values()) for events in streams}
-    assert ("unsplit-0", "unsplit-0") in pairs
+    assert ("colocated-0", "colocated-0") in pairs
     assert any(prefill == "prefill-0" for prefill, _ in pairs)
-    assert not any(prefill == "unsplit-0" and decode != "unsplit-0" for prefill, decode in pairs)
+    assert not any(prefill == "colocated-0" and decode != "colocated-0" for prefill, decode in pairs)
 
 
 @pytest.mark.asyncio
@@ -74,14 +74,14 @@ async def test_two_of_them_are_one_anothers_clients(
         return Choice(choice.prefill, tuple(peer for peer in choice.decodes if peer != choice.prefill))
 
     monkeypatch.setattr(planner, "choose", elsewhere)
-    async with cluster(prefill=0, decode=0, unsplit=2) as c:
+    async with cluster(prefill=0, decode=0, colocated=2) as c:
         streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
         assert all([await node.ask(ferried_to) for node in c.nodes.values()])
     for prompt, events in zip(PROMPTS, streams, strict=True):
         assert tokens_of(events) == reference_tokens(reference[1], prompt, 9)
     assert {tuple(events[-1]["nodes"].values()) for events in streams} == {
-        ("unsplit-0", "unsplit-1"),
-        ("unsplit-1", "unsplit-0"),
+        ("colocated-0", "colocated-1"),
+        ("colocated-1", "colocated-0"),
     }
 
 
@@ -89,7 +89,7 @@ async def test_two_of_them_are_one_anothers_clients(
 async def test_it_dies_mid_stream(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(11, 30)
     expected = reference_tokens(reference[1], prompt, 40)
-    async with cluster(prefill=0, decode=0, unsplit=2, timers=FAST) as c:
+    async with cluster(prefill=0, decode=0, colocated=2, timers=FAST) as c:
         for node in c.nodes.values():
             node.pauses.arm("before_step")
         answer = asyncio.create_task(c.stream(prompt, max_new_tokens=40))
@@ -110,7 +110,7 @@ async def test_it_dies_mid_stream(cluster: MakeCluster, reference: Reference) ->
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("nodes", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "unsplit": 1}])
+@pytest.mark.parametrize("nodes", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "colocated": 1}])
 async def test_prefix_hits_are_seen_in_usage_and_metrics(cluster: MakeCluster, nodes: dict[str, int]) -> None:
     prompt = random_prompt(12, 40)
     async with cluster(**nodes) as c:
