@@ -37,6 +37,7 @@ def streams(served: Served, count: int, max_new_tokens: int) -> Iterator[list[Ra
         yield requests
 
 
+@pytest.mark.rule(37)
 def test_sigterm_under_load(serve: Serve) -> None:
     """What can end within the bound does; what cannot says so; nothing new is taken.
 

@@ -76,6 +76,7 @@ def asked(timeout_s: float) -> GenerateRequest:
     return GenerateRequest(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
 
 
+@pytest.mark.rule(9)
 @pytest.mark.parametrize("slept_s", [9.0, 0.2])
 def test_a_last_token_that_came_during_the_sleep_beats_the_deadline(slept_s: float):
     """Only a late tick reads first: a deadline that passes while the process is awake holds."""

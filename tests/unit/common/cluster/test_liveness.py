@@ -65,6 +65,7 @@ def pass_time(
     return actions
 
 
+@pytest.mark.rule(9)
 def test_a_broken_connection_makes_suspect_and_a_probe_decides(table):
     assert table.on_closed(HERE, 0.5) == [Probe(HERE)]
     assert table.links[HERE].state is LinkState.SUSPECT
@@ -77,6 +78,7 @@ def test_a_broken_connection_makes_suspect_and_a_probe_decides(table):
     table.check_invariants()
 
 
+@pytest.mark.rule(9)
 def test_a_blip_is_no_death(table):
     table.on_closed(HERE, 0.5)
     table.on_probe(HERE, False, 0.6)
@@ -93,6 +95,7 @@ def test_a_refusal_of_a_link_that_was_heard_meanwhile_kills_nobody(table):
     assert table.take_lost() == []
 
 
+@pytest.mark.rule(9)
 def test_death_is_noticed_within_dead_after(table):
     actions = pass_time(table, 0.0, TIMERS.dead_after_s)
     assert actions == [Probe(HERE)]
@@ -101,6 +104,7 @@ def test_death_is_noticed_within_dead_after(table):
     assert table.take_lost() == [LIFE]
 
 
+@pytest.mark.rule(10)
 def test_work_waiting_and_no_step_is_a_death_although_the_process_talks(table):
     """Rule 10: a wedged engine."""
     pass_time(table, 0.0, TIMERS.engine_stall_s, steps_done=7)
@@ -109,6 +113,7 @@ def test_work_waiting_and_no_step_is_a_death_although_the_process_talks(table):
     assert table.take_lost() == [LIFE]
 
 
+@pytest.mark.rule(10)
 def test_a_long_step_that_comes_further_is_progress(table):
     """Rule 10, ADR 0027."""
     for layer in range(6):
@@ -143,6 +148,7 @@ def test_the_newest_status_counts(table):
     assert not link.usable
 
 
+@pytest.mark.rule(6)
 def test_a_refused_hello_names_its_reason_and_is_tried_again(table):
     """Rule 6."""
     refusal = HelloRefused(reason="block_size: 4 != 8")
@@ -158,6 +164,7 @@ def test_a_refused_hello_names_its_reason_and_is_tried_again(table):
     table.check_invariants()
 
 
+@pytest.mark.rule(11)
 def test_a_node_that_nobody_announces_is_forgotten_when_it_is_long_dead(table):
     """Rule 11: silence of the proxies alone forgets nobody; the configured ones are never forgotten."""
     table.add(THERE, 0.0)
@@ -170,6 +177,7 @@ def test_a_node_that_nobody_announces_is_forgotten_when_it_is_long_dead(table):
     assert set(table.links) == {HERE}
 
 
+@pytest.mark.rule(11)
 def test_a_node_that_lives_is_not_forgotten_however_long_the_proxies_are_silent(table):
     """Rule 11: losing a proxy freezes what is known, it empties nothing."""
     table.links[HERE].static = False

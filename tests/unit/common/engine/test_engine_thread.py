@@ -101,6 +101,7 @@ DECODE = tuple(StepBatch(number, (part(5, number),)) for number in (1, 2, 3))
 CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),))
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize(("layer_s", "signs"), [(SAY_S * 3, 4), (SAY_S / 2, 2), (SAY_S / 8, 0)])
 def test_a_long_step_says_that_it_goes_on_but_not_with_each_layer(layer_s: float, signs: int):
     """ADR 0027."""

@@ -133,6 +133,7 @@ def serve(
     return list(tokens.values()), scheduler.load().swaps
 
 
+@pytest.mark.rule(36)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: type(device).__name__)
 def test_streams_that_were_swapped_are_the_undisturbed_ones(
     device: Device, tmp_path: Path, loaded: LoadedModel

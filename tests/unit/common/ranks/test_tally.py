@@ -84,6 +84,7 @@ def test_a_failure_of_any_rank_is_the_nodes() -> None:
         assert said(tally, (1, failure)) == [failure]
 
 
+@pytest.mark.rule(23)
 def test_a_piece_is_there_when_every_rank_has_written_its_part() -> None:
     for order in itertools.permutations(range(3)):
         tally = PieceTally(3)
@@ -94,6 +95,7 @@ def test_a_piece_is_there_when_every_rank_has_written_its_part() -> None:
         assert said(tally, *words) == [], "a second copy was counted"
 
 
+@pytest.mark.rule(23)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_bad_part_makes_the_piece_bad_once_all_have_spoken_and_is_made_good(order: tuple[int, ...]) -> None:
     tally = PieceTally(3)

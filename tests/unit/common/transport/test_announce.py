@@ -139,6 +139,7 @@ def test_malformed_messages_are_counted_and_dropped(context: TransportContext):
         context.close_socket(publisher)
 
 
+@pytest.mark.rule(11)
 def test_the_name_is_resolved_again_and_an_unanswered_question_changes_nothing(context: TransportContext):
     answers: list[list[str] | None] = []
     asked: list[str] = []
@@ -194,6 +195,7 @@ def test_an_announcer_refuses_a_proxy_that_cannot_be_connected_to(context: Trans
     announcer.close()
 
 
+@pytest.mark.rule(38)
 def test_a_proxy_does_not_face_other_hosts_unasked(context: TransportContext):
     for nodes, workers, allowed in (("tcp://*:0", "inproc://w", False), ("inproc://n", "tcp://*:0", True)):
         proxy = AnnouncementProxy(context)
@@ -269,6 +271,7 @@ def test_a_full_worker_loses_announcements_and_no_one_waits(context: TransportCo
         hears(awake, large)
 
 
+@pytest.mark.rule(38)
 def test_with_keys_a_node_is_heard_and_a_router_announces_nothing(tmp_path: Path):
     """Through the proxy of a router host, which lets nodes announce and workers listen."""
     keys = KeyRing(tmp_path / "keys")
@@ -292,6 +295,7 @@ def test_keys_stay_with_a_name_that_is_resolved():
     ]
 
 
+@pytest.mark.rule(38)
 def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """ZeroMQ gives such a connection up for good."""
     keys = KeyRing(tmp_path / "keys")

@@ -42,6 +42,7 @@ def test_what_is_cut_is_refused(parcel: bytes) -> None:
         unpack(parcel)
 
 
+@pytest.mark.rule(8)
 def test_no_message_to_a_client_has_a_second_frame() -> None:
     """libzmq ends the process of a client that is between two of them when its connection is made anew."""
     with transport_context() as context:

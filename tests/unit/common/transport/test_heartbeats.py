@@ -77,6 +77,7 @@ def _some_heartbeats(context: TransportContext) -> None:
 STORIES = {story.__name__: story for story in (unread_node, unread_link)}
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 @pytest.mark.parametrize("story", STORIES)
 def test_the_process_lives(story: str, scheme: str, tmp_path: Path):

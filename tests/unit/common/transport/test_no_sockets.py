@@ -32,6 +32,7 @@ LACKING = (0, 1, 2)
 TABLE = (3, 1, 6)
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("left_over", LACKING)
 def test_links_beyond_what_there_is_wait_until_one_is_closed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_over: int
@@ -76,6 +77,7 @@ def test_what_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch):
         context.close_socket(only)
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("left_over", LACKING)
 def test_a_kv_link_that_cannot_be_had_fails_its_pieces_and_is_tried_again_with_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_over: int

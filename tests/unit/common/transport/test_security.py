@@ -143,6 +143,7 @@ def test_listed_keys_meet_and_find_back(keys: KeyRing, endpoint: str):
                 wait_until(partial(is_disconnected, monitor))
 
 
+@pytest.mark.rule(38)
 def test_an_unlisted_key_is_refused_until_it_is_listed(keys: KeyRing, endpoint: str, caplog: pytest.LogCaptureFixture):
     """It goes on trying by itself; what it tried to say before is not lost, and nothing of it came in."""
     public = keys.add("late", "node")
@@ -172,6 +173,7 @@ def test_a_key_that_is_taken_out_does_not_come_back(keys: KeyRing):
         is_refused(client)
 
 
+@pytest.mark.rule(38)
 @pytest.mark.parametrize("wrong", ["server key", "role", "no keys"])
 def test_a_stranger_gets_nothing_in(keys: KeyRing, wrong: str):
     options = replace(FAST, channel=Channel.KV)
@@ -190,6 +192,7 @@ def test_a_stranger_gets_nothing_in(keys: KeyRing, wrong: str):
         p.meets(p.client(keys.security("node")))
 
 
+@pytest.mark.rule(38)
 def test_one_believes_only_a_listed_key_of_the_right_role(keys: KeyRing):
     with peers(keys.security("node")) as p:
         bound = p.bind(TCP)
@@ -200,6 +203,7 @@ def test_one_believes_only_a_listed_key_of_the_right_role(keys: KeyRing):
             p.client(None, bound)
 
 
+@pytest.mark.rule(38)
 def test_without_a_handler_nobody_is_let_in(keys: KeyRing):
     """What is wrong with the handler must not open the door."""
     security = keys.security("node")
@@ -290,6 +294,7 @@ class Links:
         wait_until(condition, step=turn)
 
 
+@pytest.mark.rule(38)
 @pytest.mark.parametrize("first", ["no keys", "not listed"])
 def test_links_find_in_as_soon_as_they_may(keys: KeyRing, first: str, caplog: pytest.LogCaptureFixture):
     """ZeroMQ gives a connection up that met a process without keys; the link does not. And all is told once."""

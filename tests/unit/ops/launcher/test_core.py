@@ -151,6 +151,7 @@ def test_what_a_cut_file_does_is_told_in_words():
     assert words in launcher.told[-1]
 
 
+@pytest.mark.rule(37)
 def test_an_orderly_stop_goes_router_prefill_decode_proxy():
     launcher = Launcher()
     launcher.send(ReadySeen())

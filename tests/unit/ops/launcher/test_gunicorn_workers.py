@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from kvferry.ops.launcher.cluster import CONFIG_ENV
 from tests.support.gated_app import DIRECTORY
@@ -86,6 +87,7 @@ def reload_with_gate_shut(gunicorn: Gunicorn) -> set[int]:
     return old
 
 
+@pytest.mark.rule(37)
 def test_a_reload_ends_old_workers_when_the_new_ones_serve(tmp_path: Path) -> None:
     with running(tmp_path, 2) as gunicorn:
         old = reload_with_gate_shut(gunicorn)
@@ -117,6 +119,7 @@ def test_a_new_worker_that_dies_takes_no_old_one_along(tmp_path: Path) -> None:
         gunicorn.gate.touch()
 
 
+@pytest.mark.rule(37)
 def test_who_had_connected_is_answered_by_a_worker_that_leaves(tmp_path: Path) -> None:
     """Its request comes after the worker has heard the signal, and takes no new connection any more."""
     with running(tmp_path, 1) as gunicorn, socket.create_connection(("127.0.0.1", gunicorn.port), STOP_S) as client:

@@ -42,6 +42,7 @@ async def assert_last_answer(client: Connection) -> None:
     assert await client.reader.read() == b""
 
 
+@pytest.mark.rule(37)
 @pytest.mark.parametrize(("requests_before", "before"), [(0, 0), (0, HALF), (1, HALF)])
 def test_a_request_that_is_on_its_way_is_answered(requests_before: int, before: int):
     async def run() -> None:

@@ -57,6 +57,7 @@ def submit(bench: Bench, number: int, now: float, tokens: int = 3, timeout_s: fl
     )
 
 
+@pytest.mark.rule(35)
 def test_it_starts_as_soon_as_a_pair_is_known_and_keeps_its_age(bench):
     assert bench.submit(0.2) == []
     assert bench.core.requests[REQUEST].state is RequestState.WAITING
@@ -73,6 +74,7 @@ def test_nothing_is_asked_of_a_node_meanwhile(bench):
     assert [beat.entries for beat in heartbeats.values()] == [(), ()]
 
 
+@pytest.mark.rule(35)
 def test_after_the_bound_it_is_refused_with_what_is_missing(bench):
     bench.submit(0.2)
     assert ends(tick(bench, 2.15, "decode")) == []
@@ -147,6 +149,7 @@ def test_prompt_tokens_that_wait_are_bounded(bench):
     assert len(bench.core.requests) == 1
 
 
+@pytest.mark.rule(35)
 def test_requests_that_wait_are_bounded(bench):
     bench.core.limits = Limits(queued_requests=2)
     submit(bench, 1, 0.2)

@@ -93,6 +93,7 @@ def begun(bench: Bench) -> None:
     bench.say("old", FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=5))
 
 
+@pytest.mark.rule(32)
 @pytest.mark.parametrize("other", [{"weights": "new"}, {"dtype": "g"}, {"vocab_size": 7}, {"length": 6}])
 def test_a_stream_goes_on_only_where_its_tokens_would_have_come_from(bench: Bench, other: dict[str, object]) -> None:
     """Rule 32."""
@@ -103,6 +104,7 @@ def test_a_stream_goes_on_only_where_its_tokens_would_have_come_from(bench: Benc
     assert jobs(bench.ticks(3.0)) == [bench.nodes["again"]]
 
 
+@pytest.mark.rule(32)
 def test_a_stream_whose_weights_are_gone_ends_and_says_so(bench: Bench) -> None:
     begun(bench)
     bench.node("new", weights="new")

@@ -1,6 +1,7 @@
 """Which nodes a request goes to: rule 4 and the penalty of rule 34."""
 
 import msgspec
+import pytest
 
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.protocol.model_info import Compatibility
@@ -22,6 +23,7 @@ def decode(peer: Incarnation, free_blocks: int = 50, total_blocks: int = 100, ki
     return DecodeView(peer, "d", free_blocks, total_blocks, kind)
 
 
+@pytest.mark.rule(6)
 def test_kv_passes_between_nodes_of_one_kind_only():
     prefills = [prefill(P1, 0, OTHER), prefill(P2, 9)]
     choice = choose(prefills, [decode(D1, 90, kind=OTHER), decode(D2)])
@@ -44,6 +46,7 @@ def test_least_waiting_tokens_and_most_free_share_of_blocks():
     assert (choice.prefill, choice.decodes) == (P2, (D2, D1))
 
 
+@pytest.mark.rule(4)
 def test_at_most_three_candidates_best_first():
     choice = choose([prefill(P1)], [decode(D1, 10), decode(D2, 40), decode(D3, 30), decode(D4, 20)])
     assert choice is not None
@@ -80,6 +83,7 @@ def test_a_node_that_has_told_no_load_yet_counts_as_full():
     assert choice.decodes[0] == D2
 
 
+@pytest.mark.rule(4)
 def test_a_node_that_can_do_both_is_its_own_first_candidate():
     choice = choose([prefill(D1)], [decode(D1, 10), decode(D2, 90), decode(D3, 50)])
     assert choice is not None

@@ -110,6 +110,7 @@ def bench():
     return Bench()
 
 
+@pytest.mark.rule(12)
 def test_the_prefill_node_is_told_to_keep_a_request_until_the_decode_node_speaks(bench):
     """Rule 12, and why blocks are back within a second of an abort: nobody has to guess how long pieces are needed."""
     assert said(bench.submit(), Job)[PREFILL].attempt == 1
@@ -126,6 +127,7 @@ def test_both_nodes_are_cancelled_while_both_may_hold_something(bench):
     assert said(bench.core.cancel(REQUEST, "left", 0.4), Cancel).keys() == {PREFILL, DECODE}
 
 
+@pytest.mark.rule(29)
 def test_each_index_reaches_the_client_once(bench):
     """Rule 29."""
     bench.submit()
@@ -136,6 +138,7 @@ def test_each_index_reaches_the_client_once(bench):
     assert delivered(bench.tokens(2, 1, (6,))) == []
 
 
+@pytest.mark.rule(29)
 def test_a_gap_is_asked_for_with_the_next_list(bench):
     bench.submit()
     bench.hand_over()
@@ -145,6 +148,7 @@ def test_a_gap_is_asked_for_with_the_next_list(bench):
     assert delivered(bench.tokens(2, 0, (5, 6), now=0.8)) == [5, 6]
 
 
+@pytest.mark.rule(3)
 def test_what_concerns_another_attempt_changes_nothing(bench):
     """Rule 3."""
     bench.submit()
@@ -153,6 +157,7 @@ def test_what_concerns_another_attempt_changes_nothing(bench):
     assert bench.core.requests[REQUEST].next_index == 0
 
 
+@pytest.mark.rule(17, 31)
 def test_a_lost_attempt_is_planned_again_with_the_tokens_held_and_its_age(bench):
     """Rules 31 and 35."""
     bench.submit(0.1)
@@ -208,6 +213,7 @@ def test_its_tokens_count_whether_or_not_the_hand_over_was_heard_of(told):
     assert (end.outcome, end.prefill_node, end.decode_node) == ("length", "prefill", "prefill")
 
 
+@pytest.mark.rule(3)
 def test_a_request_ends_once(bench):
     bench.submit()
     bench.hand_over()
@@ -243,6 +249,7 @@ def test_a_draining_worker_takes_nothing_new_and_finishes_what_it_has(bench):
     assert all(beat.last for beat in said(bench.core.close(0.5), Heartbeat).values())
 
 
+@pytest.mark.rule(6)
 def test_without_a_pair_that_fits_it_says_in_what_the_nodes_differ():
     bench = Bench(decode_block_size=16)
     assert bench.core.not_ready_reason("m") == "no prefill node fits a decode node; block_size: 4 != 16"

@@ -116,6 +116,7 @@ def test_one_side_alone_serves_nobody(bench):
     assert bench.core.not_ready_reason("other") == "no prefill node is alive"
 
 
+@pytest.mark.rule(35)
 def test_beyond_the_bound_on_waiting_tokens_new_requests_are_refused():
     """Rule 35: 429 before the head is sent; and one long prompt is taken when nothing waits."""
     bench = Bench()
@@ -139,6 +140,7 @@ def test_what_a_worker_booked_since_the_last_status_counts():
 # -- refusals cost no attempt
 
 
+@pytest.mark.rule(27, 34)
 def test_no_room_costs_no_attempt_and_is_spaced_by_a_growing_backoff(bench):
     """Rule 34."""
     bench.submit()
@@ -154,6 +156,7 @@ def test_no_room_costs_no_attempt_and_is_spaced_by_a_growing_backoff(bench):
     assert request(bench).losses == 0
 
 
+@pytest.mark.rule(36)
 def test_a_preemption_costs_no_attempt_and_is_counted_in_the_job(bench):
     """Rules 34 and 36."""
     bench.submit()
@@ -185,6 +188,7 @@ def test_progress_ends_the_backoff_and_the_count_of_losses(bench):
     assert request(bench).losses == 0
 
 
+@pytest.mark.rule(35)
 def test_an_overloaded_node_refuses_a_new_request_and_not_a_replan(bench):
     bench.submit()
     (end,) = ends(failed(bench, 0.2, reason="overloaded"))
@@ -199,6 +203,7 @@ def test_an_overloaded_node_refuses_a_new_request_and_not_a_replan(bench):
 # -- losses are counted
 
 
+@pytest.mark.rule(34)
 def test_losses_in_a_row_end_a_request(bench):
     """Rule 34."""
     bench.submit()
@@ -225,6 +230,7 @@ def test_failed_commits_in_a_row_end_a_request(bench):
     assert "hand-over failed" in str(end.error)
 
 
+@pytest.mark.rule(34)
 def test_a_request_that_was_running_at_two_crashes_ends(bench):
     """Rule 34: it may be the cause."""
     bench.submit()
@@ -242,6 +248,7 @@ def test_a_request_that_was_running_at_two_crashes_ends(bench):
     assert bench.core.is_quiescent()
 
 
+@pytest.mark.rule(34)
 def test_a_node_that_talks_and_does_not_move_is_a_loss_and_no_crash(bench):
     """Rule 34, ADR 0027: it may be only slow."""
     bench.submit()
@@ -297,6 +304,7 @@ def test_without_a_pair_of_nodes_a_request_waits(bench):
     assert request(bench).losses == 1
 
 
+@pytest.mark.rule(34)
 def test_a_pair_that_failed_is_avoided_for_a_while():
     """Rule 34."""
     bench = Bench()
@@ -350,6 +358,7 @@ def test_a_request_for_one_token_ends_with_the_prefill_nodes_word(bench):
     assert (end.outcome, end.usage.completion_tokens, end.usage.cached_tokens) == ("stop", 1, 2)
 
 
+@pytest.mark.rule(37)
 def test_what_a_draining_worker_cannot_finish_ends_with_an_error(bench):
     """Rule 37."""
     bench.submit()
@@ -373,6 +382,7 @@ def test_a_worker_that_closes_cancels_everywhere(bench):
 # -- what changes nothing
 
 
+@pytest.mark.rule(3)
 @pytest.mark.parametrize("message", [
     HandedOver(request_id=REQUEST, attempt=1, decode=DECODE),
     HandoverFailed(request_id=REQUEST, attempt=1, reason="no_room"),
@@ -410,6 +420,7 @@ def test_a_second_word_for_the_same_hand_over_changes_nothing(bench):
     assert request(bench).state is RequestState.HANDED
 
 
+@pytest.mark.rule(7)
 def test_tokens_from_a_candidate_make_it_the_owner_though_handed_over_was_lost(bench):
     """Rule 7: no rule needs a message to arrive."""
     bench.submit()
@@ -446,6 +457,7 @@ def test_events_that_no_worker_has_are_a_bug(bench):
 # -- lists
 
 
+@pytest.mark.rule(30)
 def test_a_last_tokens_message_that_was_lost_is_seen_by_the_status(bench):
     """Rule 30."""
     bench.submit()
@@ -457,6 +469,7 @@ def test_a_last_tokens_message_that_was_lost_is_seen_by_the_status(bench):
     assert heartbeats[DECODE].entries[0].resend
 
 
+@pytest.mark.rule(30)
 def test_a_skipped_number_is_a_gap_for_all_requests_there(bench):
     bench.submit()
     bench.hand_over()
@@ -466,6 +479,7 @@ def test_a_skipped_number_is_a_gap_for_all_requests_there(bench):
     assert said(bench.core.handle(Tick(), 0.65), Heartbeat)[DECODE].entries[0].resend
 
 
+@pytest.mark.rule(14, 33)
 def test_the_same_job_is_sent_again_only_if_it_was_never_known(bench):
     """Rule 14."""
     first = said(bench.submit(), Job)[PREFILL]
