@@ -1,6 +1,6 @@
 """Writes `ops/docs/configuration.md` from the docstrings of the configuration types.
 
-`python -m kvferry.ops.docs_build.configuration` writes the file; with `--check` it only checks whether the file is so.
+`python -m kvferry.ops.docs_build.configuration` writes the file; `--check` only reports whether it is out of date.
 """
 
 import argparse
@@ -19,18 +19,18 @@ _HEAD = """\
 
 Made from the docstrings in `common/config`. Change those, then run `python -m kvferry.ops.docs_build.configuration`.
 
-One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A key that is
-left out has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may
-be repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` shows the whole
-result as a file that can be used again. Unknown keys and wrong types are refused, with the nearest key that exists.
+One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A missing key
+has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may be
+repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` prints the result as
+a file that can be used again. Unknown keys and wrong types are refused, with the nearest known key.
 
-Units are in the names: `_s` are seconds, `_bytes` bytes, `_share` a part from 0 to 1.
+Names carry units: `_s` seconds, `_bytes` bytes, `_share` a fraction from 0 to 1.
 """
 
 _MINDIE_HEAD = """\
 ## For users of MindIE
 
-Which of the keys here is which of MindIE's:
+MindIE's settings and their keys here:
 
 | MindIE | here | remark |
 | --- | --- | --- |
@@ -53,7 +53,7 @@ _MINDIE_ROWS = (
     (
         "npuDeviceIds",
         "`model.device`, `prefill.device_index`, `decode.device_index`, `colocated.device_index`",
-        "the kind of device, and which of several a node takes; its further ranks take those after it",
+        "the kind of device, and the index of a node's first device; further ranks use the following ones",
     ),
     ("ipAddress, port", "`router.host`, `router.port`", "1025 in both"),
     ("managementPort, metricsPort", "-", "health and metrics are served on `router.port`"),
@@ -79,21 +79,21 @@ def configuration_page() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page, or compare it; 1 when it differs."""
+    """Write the page, or compare it; returns 1 when it differs."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.ops.docs_build.configuration", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if the page is out of date")
     page = configuration_page()
     if not parser.parse_args(argv).check:
         TARGET.write_text(page, encoding="utf-8")
         return 0
     if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == page:
         return 0
-    sys.stderr.write(f"{TARGET.name} is not up to date: run python -m kvferry.ops.docs_build.configuration\n")
+    sys.stderr.write(f"{TARGET.name} is out of date: run python -m kvferry.ops.docs_build.configuration\n")
     return 1
 
 
 def _row(key: KeyDoc) -> str:
-    default = "worked out" if key.default is None else f"`{toml_value(key.default)}`"
+    default = "computed" if key.default is None else f"`{toml_value(key.default)}`"
     return f"| `{key.section}.{key.name}` | {key.type} | {default} | {key.text} |"
 
 
