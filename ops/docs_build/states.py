@@ -40,7 +40,7 @@ arrow to the end marks a state without a way out. [theory.md](theory.md) explain
 
 @dataclass(frozen=True, slots=True)
 class StateDiagram:
-    """One transition table and its texts, ready to be drawn."""
+    """One transition table and its texts."""
 
     title: str
     text: str

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from kvferry.ops.docs_build.protocol import PROTOCOL
 from kvferry.ops.docs_build.rules import marked_tests, rule_titles, rules_page
-from tests.simulation.mutations import MUTATIONS
 
 TITLES = rule_titles(PROTOCOL.read_text(encoding="utf-8"))
 
@@ -39,10 +38,6 @@ def test_every_rule_has_a_marked_test():
 
 def test_marks_name_rules_of_the_page():
     assert marked_tests().keys() - TITLES.keys() == set()
-
-
-def test_seeded_defects_name_rules_of_the_page():
-    assert {int(mutation.rule) for mutation in MUTATIONS} <= TITLES.keys()
 
 
 def test_marks_of_functions_classes_and_modules_are_read(tmp_path: Path):
