@@ -10,7 +10,7 @@ from kvferry.common.cluster.events import (
     PieceArrived,
     Tick,
 )
-from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.protocol import Limits
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import (
     Abort,
@@ -32,6 +32,7 @@ from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
 from kvferry.common.scheduling.step import StepResult
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.decode_node.role import DecodeRole
+from tests.support.role_context import role_context
 from tests.unit.decode_node.test_decode import LAYERS, REQUEST, WORKER, Bench, said
 
 OTHERS = tuple(RequestId(f"{number:032x}") for number in range(9))
@@ -50,7 +51,7 @@ def make_bench(
 ) -> Bench:
     bench = Bench(num_blocks)
     scheduler = Scheduler(config or SchedulerConfig(), bench.pool, host)
-    bench.role = DecodeRole(scheduler, Timers(), limits or Limits(), LAYERS, lambda: bench.clients)
+    bench.role = DecodeRole(role_context(scheduler, bench.clients, limits=limits))
     return bench
 
 
@@ -64,12 +65,12 @@ def run(bench: Bench, now: float = 0.2) -> None:
 
 def step(bench: Bench, now: float, token: int = 7, failed: str = ""):
     """One step of the engine for all that run."""
-    plan, events = bench.role.scheduler.schedule(now)
+    plan, events = bench.role.context.scheduler.schedule(now)
     assert plan is not None
     ids = [part.seq_id for part in plan.scheduled]
     sampled, failures = ({}, dict.fromkeys(ids, failed)) if failed else (dict.fromkeys(ids, token), {})
     result = StepResult(plan.step_id, sampled, failures)
-    events = [*events, *bench.role.scheduler.apply(result, now)]
+    events = [*events, *bench.role.context.scheduler.apply(result, now)]
     return bench.done([action for event in events for action in bench.role.on_scheduler(event, now)], now)
 
 
@@ -101,7 +102,7 @@ def test_the_better_class_goes_first_until_the_other_has_waited_long(asked_at, f
     bench = make_bench(num_blocks=4)
     bench.reserve(priority=1)
     bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
-    bench.list_of_worker(asked_at, as_of=0)
+    bench.heartbeat_of_worker(asked_at, as_of=0)
     bench.reserve(asked_at, key=bench.key(request=OTHERS[2]), priority=1)
     freed = bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key()), asked_at), asked_at)
     assert [granted.key.request_id for granted in said(freed, Granted)] == [first]
@@ -134,19 +135,19 @@ def test_an_old_copy_of_a_reserve_changes_nothing_after_the_commit(bench):
 
 def test_a_reserve_that_the_prefill_nodes_list_no_longer_has_is_refused(bench):
     """Rules 13 and 16: both lists keep a reservation."""
-    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=1), 0.1)
+    bench.prefill.update_wanted(Heartbeat(heartbeat_no=1, as_of=1), 0.1)
     assert said(bench.reserve(0.2), Refused)[0].reason == "gone"
 
 
 def test_a_reservation_goes_with_either_list(bench):
     """Rule 16."""
     bench.reserve()
-    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=1), 0.2)
+    bench.prefill.update_wanted(Heartbeat(heartbeat_no=1, as_of=1), 0.2)
     assert bench.done(bench.role.on_heartbeat(bench.prefill, 0.2), 0.2) == [ForgetPieces(bench.key())]
     assert bench.role.is_quiescent()
     other = Bench()
     other.reserve()
-    assert other.list_of_worker(0.2, as_of=1) == [ForgetPieces(bench.key())]
+    assert other.heartbeat_of_worker(0.2, as_of=1) == [ForgetPieces(bench.key())]
     assert other.role.is_quiescent()
 
 
@@ -165,7 +166,7 @@ def test_what_the_drain_does_not_finish_is_given_back(bench):
     actions = bench.done(bench.role.preempt_all(0.4), 0.4)
     assert [gone.reason for gone in said(actions, Gone)] == ["preempted"]
     assert bench.pool.num_held == 0
-    again = bench.list_of_worker(0.9, as_of=1, attempts=(1,), expected=True)
+    again = bench.heartbeat_of_worker(0.9, as_of=1, attempts=(1,), expected=True)
     assert [gone.reason for gone in said(again, Gone)] == ["preempted"]
 
 
@@ -207,7 +208,11 @@ def test_pieces_that_do_not_cover_what_was_asked_for_lose_the_request_and_no_mor
     for number in range(pieces):
         bench.arrives(number)
     wrong = Commit(
-        key=bench.key(), num_pieces=pieces, first_token_pos=first_token_pos, num_tokens=6, token_id=5, token_index=0
+        key=bench.key(),
+        num_pieces=pieces,
+        first_token_pos=first_token_pos,
+        num_tokens=6,
+        token_id=5,
     )
     actions = bench.done(bench.role.on_message(bench.prefill, wrong, 0.4), 0.4)
     assert [gone.reason for gone in said(actions, Gone)] == ["lost"]
@@ -225,7 +230,13 @@ def test_a_commit_that_counts_more_pieces_than_there_can_be_is_refused(bench):
 
 def test_a_commit_of_another_length_than_was_reserved_loses_the_request(bench):
     bench.reserve()
-    wrong = Commit(key=bench.key(), num_pieces=0, first_token_pos=0, num_tokens=0, token_id=5, token_index=0)
+    wrong = Commit(
+        key=bench.key(),
+        num_pieces=0,
+        first_token_pos=0,
+        num_tokens=0,
+        token_id=5,
+    )
     actions = bench.done(bench.role.on_message(bench.prefill, wrong, 0.4), 0.4)
     assert said(actions, Gone)[0].reason == "lost"
     assert "ids are known" in said(actions, Gone)[0].detail
@@ -275,9 +286,9 @@ def test_a_finish_record_is_told_until_the_list_has_it_no_more(bench):
     for now in (0.4, 0.5, 0.6):
         step(bench, now)
     for now in (1.0, 1.5):
-        told = bench.list_of_worker(now, as_of=1, attempts=(1,), expected=True)
+        told = bench.heartbeat_of_worker(now, as_of=1, attempts=(1,), expected=True)
         assert spoken(told) == [(0, (5, 7, 7, 7), "length")]
-    bench.list_of_worker(2.0, as_of=1)
+    bench.heartbeat_of_worker(2.0, as_of=1)
     assert bench.role.is_quiescent()
 
 
@@ -285,7 +296,7 @@ def test_running_requests_are_told_of_only_when_a_gap_was_seen(bench):
     """Rule 14."""
     run(bench)
     step(bench, 0.4)
-    assert bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True) == []
+    assert bench.heartbeat_of_worker(0.5, as_of=1, attempts=(1,), expected=True) == []
     entry = entry_of(bench)
     bench.role._outbox.add_from(entry, 1)
     assert spoken(bench.done([], 0.6)) == [(1, (7,), None)]
@@ -297,7 +308,7 @@ def test_a_request_that_cannot_go_on_is_a_failure_of_its_own(bench):
     (message,) = said(actions, Tokens)
     assert [(e.first_index, e.token_ids, e.error) for e in message.entries] == [(1, (), "not a number")]
     assert bench.pool.num_held == 0
-    (again,) = said(bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Tokens)
+    (again,) = said(bench.heartbeat_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Tokens)
     assert again.entries[0].error == "not a number"
 
 
@@ -311,7 +322,13 @@ def crowd(bench: Bench) -> None:
     granted_from = ledger.first_token_pos
     whole = replace(bench.piece(0), key=other, layer_end=LAYERS, token_start=granted_from)
     bench.role.on_event(PieceArrived(whole), 0.3)
-    commit = Commit(key=other, num_pieces=1, first_token_pos=granted_from, num_tokens=6, token_id=5, token_index=0)
+    commit = Commit(
+        key=other,
+        num_pieces=1,
+        first_token_pos=granted_from,
+        num_tokens=6,
+        token_id=5,
+    )
     bench.done(bench.role.on_message(bench.prefill, commit, 0.3), 0.3)
 
 
@@ -333,10 +350,10 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
     crowd(bench)
     for now in (0.4, 0.5, 0.6)[:steps]:
         assert said(step(bench, now), Gone) == []
-    plan = bench.role.scheduler.schedule(0.6).plan if steps == 2 else None
+    plan = bench.role.context.scheduler.schedule(0.6).plan if steps == 2 else None
     entry = bench.role.entries.by_key[bench.key(request=OTHERS[1])]
     assert entry.seq_id is not None
-    assert bench.role.scheduler.status(entry.seq_id) is (
+    assert bench.role.context.scheduler.status(entry.seq_id) is (
         SequenceStatus.SWAPPING if steps == 2 else SequenceStatus.SWAPPED
     )
     role, worker = bench.role, bench.worker
@@ -344,7 +361,7 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
         case "cancel":
             role.on_message(worker, Cancel(request_id=OTHERS[1], attempt=1), 0.6)
         case "list":
-            worker.take(Heartbeat(heartbeat_no=99, as_of=99), 0.6)
+            worker.update_wanted(Heartbeat(heartbeat_no=99, as_of=99), 0.6)
             role.on_heartbeat(worker, 0.6)
         case "lost worker":
             role.on_client_lost(worker, 0.6)
@@ -355,8 +372,8 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
         case "nothing":
             pass
     if plan is not None:
-        role.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
-    role.scheduler.check_invariants()
+        role.context.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
+    role.context.scheduler.check_invariants()
     assert (host.num_held > 0) == (way == "nothing")
 
 
@@ -365,7 +382,7 @@ def test_the_backstop_of_a_deadline_frees_and_reports(bench):
     bench.reserve()
     assert bench.role.tick(61.0) == []
     assert said(bench.done(bench.role.tick(61.2), 61.2), Refused)[0].reason == "deadline"
-    assert bench.role.scheduler.is_quiescent()
+    assert bench.role.context.scheduler.is_quiescent()
     assert bench.role.tick(61.3) == []
     bench.role.on_message(bench.prefill, Abort(key=bench.key()), 61.4)
     assert bench.role.is_quiescent()

@@ -27,7 +27,7 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     bench = make_bench(num_blocks=12)
     for number, priority in ((0, 4), (1, 5), (2, 5)):
         bench.reserve(0.1 + number, key=bench.key(request=OTHERS[number]), priority=priority)
-        bench.list_of_worker(0.1 + number, as_of=0)
+        bench.heartbeat_of_worker(0.1 + number, as_of=0)
     better = bench.key(request=REQUEST)
     actions = bench.reserve(3.0, key=better, priority=1)
     assert revoked(actions) == [(OTHERS[2], "priority")]
@@ -62,7 +62,7 @@ def test_who_has_waited_long_does_not_give_way():
     """Rule 17 holds here as well: a class is raised by waiting."""
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1, priority=3)
-    bench.list_of_worker(21.0, as_of=0)
+    bench.heartbeat_of_worker(21.0, as_of=0)
     assert revoked(bench.reserve(21.0, key=bench.key(request=OTHERS[1]), priority=1)) == []
 
 
@@ -146,7 +146,7 @@ def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
         bench.commit(0.5, key=bench.key(request=OTHERS[number]))
     step(bench, 0.6)
     step(bench, 0.7)
-    assert bench.role.scheduler.is_starved
+    assert bench.role.context.scheduler.is_starved
     assert revoked(bench.done(bench.role.tick(0.8), 0.8)) == []
 
 
@@ -161,7 +161,7 @@ def test_a_revoke_that_crosses_the_commit_costs_no_attempt():
     bench.grant(reserve, 0.2)
     bench.step(0.3)
     told = said(bench.hear(DECODES[0], Revoke(key=reserve.key, reason="priority"), 0.4), HandoverFailed)[0]
-    assert (told.reason, told.commit_sent, told.held) == ("revoked", True, True)
+    assert (told.reason, told.commit_sent, told.retained) == ("revoked", True, True)
     assert bench.hear(DECODES[0], CommitRefused(key=reserve.key, reason="not_reserved"), 0.5) == []
     router = RouterBench()
     router.submit()

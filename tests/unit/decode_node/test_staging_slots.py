@@ -18,6 +18,7 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Abort, Cancel, Granted, Revoke
 from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
+from tests.support.role_context import role_context
 from tests.unit.decode_node.test_decode import PREFILL, REQUEST, SELF_ID, Bench, said
 
 TIMERS = Timers()
@@ -127,15 +128,10 @@ class StagedBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = Limits(slots_per_transfer=4)
-        self.role = DecodeRole(
-            self.role.scheduler,
-            self.role.timers,
-            limits,
-            self.role.num_layers,
-            lambda: self.clients,
-            num_staging_slots=8,
+        context = role_context(
+            self.role.context.scheduler, self.clients, limits=Limits(slots_per_transfer=4), num_staging_slots=8
         )
+        self.role = DecodeRole(context)
 
     def reserve_staged(self, now: float = 0.1, *, staged: bool = True):
         return self.reserve(now, staged=staged)

@@ -20,7 +20,10 @@ HEAD = OTHERS[8]
 
 def ask(bench: Bench, now: float, request=HEAD, prompt=range(50, 56), **changes):
     """Two blocks of four, unless the prompt is another: as many as `run` gives to REQUEST, and no id the same."""
-    message = replace(bench.message(bench.key(request=request)), prompt_token_ids=array("I", prompt), **changes)
+    message = bench.message(bench.key(request=request))
+    inner = {name: changes.pop(name) for name in ("priority", "sampling") if name in changes}
+    spec = replace(message.spec, prompt_token_ids=array("I", prompt), **inner)
+    message = replace(message, spec=spec, **changes)
     return bench.done(bench.role.on_message(bench.prefill, message, now), now)
 
 
@@ -89,10 +92,10 @@ def test_blocks_of_a_step_in_flight_make_room_when_it_is_back():
     bench = make_bench(num_blocks=3)
     run(bench)
     wait(bench)
-    plan = bench.role.scheduler.schedule(0.4).plan
+    plan = bench.role.context.scheduler.schedule(0.4).plan
     assert plan is not None
     assert granted(cancel(bench, 0.4)) == []
-    bench.role.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
+    bench.role.context.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
     assert granted(bench.done([], 0.5)) == [HEAD]
 
 
@@ -101,7 +104,7 @@ def test_the_watermark_makes_room_when_nothing_decodes_any_more():
     bench = make_bench(num_blocks=5, config=SchedulerConfig(watermark_blocks_share=0.4))
     run(bench)
     wait(bench)
-    assert bench.role.scheduler.schedule(0.4).plan is not None
+    assert bench.role.context.scheduler.schedule(0.4).plan is not None
     actions = cancel(bench, 0.4)
     assert bench.pool.num_releases == 0
     assert granted(actions) == [HEAD]

@@ -22,7 +22,8 @@ from kvferry.common.protocol.messages import (
 from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import DECODES, SELF_ID, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request, said
+from tests.support.role_context import SELF_ID
 
 KEY = AttemptKey(request(1), 1)
 
@@ -194,7 +195,7 @@ def test_a_deadline_while_its_prompt_is_computed_leaves_no_sequence_behind():
     bench.job(here=True, remaining_ms=1000)
     bench.tick(1.9)
     failed = said(bench.tick(2.2), HandoverFailed)
-    assert [(m.reason, m.held) for m in failed] == [("deadline", False)]
+    assert [(m.reason, m.retained) for m in failed] == [("deadline", False)]
     bench.step(2.3)
     bench.beat(2.4)
     assert bench.core.is_quiescent()

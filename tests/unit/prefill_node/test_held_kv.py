@@ -35,7 +35,8 @@ from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.api import GenerateRequest
 from kvferry.router.core.request import RequestState
 from kvferry.router.core.router_core import RouterCore
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, MODEL, SELF_ID, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import DECODES, MODEL, WORKER, PrefillBench, request, said
+from tests.support.role_context import COMPATIBILITY, SELF_ID
 
 OTHER = Incarnation("7" * 32)
 ENDPOINTS: dict[Incarnation, tuple[str, RoleName]] = {
@@ -120,7 +121,7 @@ def test_the_next_attempt_at_the_holder_computes_nothing(pair):
     assert pair.prefill.pool.num_held == 2
     effects = pair.tick(0.45)
     job = said(effects, Job)[0]
-    assert (job.attempt, list(job.output_token_ids)) == (2, [50])
+    assert (job.attempt, list(job.spec.output_token_ids)) == (2, [50])
     assert pair.prefill.steps == []
     assert pair.prefill.pool.num_held == 2
     sender = next(iter(pair.prefill.role.jobs)).sender
@@ -134,7 +135,7 @@ def test_what_is_held_outlives_lists_but_not_its_time(pair):
     pair.router.requests[request(1)].not_before = 99.0
     for turn in range(1, 17):
         heartbeats = said(pair.tick(0.6 * turn), Heartbeat)
-        assert [(e.attempt, e.expected) for e in heartbeats[0].entries] == [(1, False)]
+        assert [(e.attempt, e.expected) for e in heartbeats[0].wanted] == [(1, False)]
         assert pair.prefill.pool.num_held == 2
     pair.tick(0.3 + TIMERS.retain_s + 0.1)
     assert pair.prefill.pool.num_held == 0
@@ -179,7 +180,7 @@ def test_a_holder_that_dies_is_forgotten(pair):
 
 def test_nothing_is_held_when_the_node_says_so(pair):
     pair.tick(0.45)
-    failed = HandoverFailed(request_id=request(1), attempt=2, reason="no_room", held=False)
+    failed = HandoverFailed(request_id=request(1), attempt=2, reason="no_room", retained=False)
     pair.tell(SELF_ID, "p", failed, 0.5)
     assert pair.router.requests[request(1)].holder is None
     assert pair.prefill.role.is_quiescent()

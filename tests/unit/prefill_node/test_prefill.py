@@ -45,7 +45,8 @@ from kvferry.common.protocol.messages import (
 )
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request, said
+from tests.support.role_context import COMPATIBILITY
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def bench():
 
 
 def job_of(bench: PrefillBench, number: int = 1):
-    return next(job for job in bench.role.jobs if job.job.request_id == request(number))
+    return next(job for job in bench.role.jobs if job.message.request_id == request(number))
 
 
 # -- what it takes
@@ -239,7 +240,7 @@ def test_none_left_is_no_room_and_the_kv_is_held_for_the_next_attempt(bench):
         key = job_of(bench).sender.key
         actions = bench.hear(decode, Refused(key=key, reason="full"), 0.3)
     failed = said(actions, HandoverFailed)[0]
-    assert (failed.reason, failed.held, failed.commit_sent) == ("no_room", True, False)
+    assert (failed.reason, failed.retained, failed.commit_sent) == ("no_room", True, False)
     assert bench.pool.num_held == 2
     assert said(bench.beat(0.5, (1, 1)), HandoverFailed) == [failed]
     reserve = said(bench.job(now=0.6, attempt=2, placement_no=2, outputs=(50,)), Reserve)[0]
@@ -267,7 +268,7 @@ def test_held_kv_is_bounded_by_a_share_of_the_pool():
     bench = PrefillBench(Limits(retained_share=0.0625, ungranted_share=1.0))
     bench.link_up()
     failures = [said(bench.job(number, candidates=0), HandoverFailed)[0] for number in (1, 2)]
-    assert [failure.held for failure in failures] == [True, False]
+    assert [failure.retained for failure in failures] == [True, False]
 
 
 def test_a_failed_commit_says_so_and_with_whom(bench):
@@ -505,10 +506,10 @@ def test_decode_nodes_get_the_list_of_open_hand_overs(bench):
     heartbeats = {
         a.peer: a.message for a in bench.tick(0.7) if isinstance(a, Send) and isinstance(a.message, Heartbeat)
     }
-    assert [(e.request_id, e.generation) for e in heartbeats[DECODES[0]].entries] == [
+    assert [(e.request_id, e.generation) for e in heartbeats[DECODES[0]].wanted] == [
         (request(1), reserve.key.generation)
     ]
-    assert heartbeats[DECODES[1]].entries == ()
+    assert heartbeats[DECODES[1]].wanted == ()
     assert heartbeats[DECODES[0]].as_of == reserve.transfer_no
 
 
@@ -550,7 +551,7 @@ def test_workers_are_not_compared_but_prefill_nodes_are(bench):
     more_ranks = replace(hello, compatibility=replace(COMPATIBILITY, tensor_parallel=2))
     assert said(bench.tell(stranger, more_ranks, 0.1), HelloRefused)[0].reason == "tensor_parallel: 1 != 2"
     old = replace(hello, kind="worker", compatibility=None, protocol_version=0)
-    assert said(bench.tell(stranger, old, 0.2), HelloRefused)[0].reason == "protocol_version: 1 != 0"
+    assert said(bench.tell(stranger, old, 0.2), HelloRefused)[0].reason == "protocol_version: 2 != 0"
     assert stranger not in bench.core.clients.clients
 
 

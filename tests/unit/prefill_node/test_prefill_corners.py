@@ -25,7 +25,7 @@ from kvferry.common.cluster.events import (
     PieceSent,
     ProbeAnswered,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
     Tick,
 )
 from kvferry.common.cluster.node_core import NodeCore
@@ -50,13 +50,15 @@ from kvferry.common.protocol.messages import (
     Status,
     WantedRequest,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import StepResult
 from kvferry.decode_node.role import DecodeRole
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, LAYERS, SELF_ID, WORKER, PrefillBench, request, said
-from tests.unit.prefill_node.test_handover_send import TOKEN, make_sender, messages
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request, said
+from tests.support.role_context import COMPATIBILITY, LAYERS, SELF_ID
+from tests.unit.prefill_node.test_handover_send import TOKEN, grant, make_sender, messages
 
 PEER = Incarnation("7" * 32)
 
@@ -114,7 +116,7 @@ def test_a_job_whose_time_is_over_while_it_waits_holds_nothing():
     bench.job(2, remaining_ms=500)
     held = bench.pool.num_held
     (failed,) = said(bench.tick(1.7), HandoverFailed)
-    assert (failed.request_id, failed.reason, failed.held) == (request(2), "deadline", False)
+    assert (failed.request_id, failed.reason, failed.retained) == (request(2), "deadline", False)
     assert bench.scheduler.num_waiting == 0
     assert bench.pool.num_held == held
 
@@ -173,10 +175,13 @@ def reserve_of(key: TransferKey) -> Reserve:
         transfer_no=1,
         placement_no=1,
         worker=WORKER,
-        prompt_token_ids=array("I", [1, 2]),
-        output_token_ids=array("I"),
-        sampling=SamplingParams(max_new_tokens=4),
-        priority=3,
+        spec=RequestSpec(
+            model="m",
+            prompt_token_ids=array("I", [1, 2]),
+            output_token_ids=array("I"),
+            sampling=SamplingParams(max_new_tokens=4),
+            priority=3,
+        ),
         remaining_ms=0,
         waited_ms=0,
     )
@@ -212,7 +217,7 @@ def test_messages_that_no_leg_is_for_change_nothing(bench):
 def test_an_older_list_changes_nothing(bench):
     bench.job()
     entry = WantedRequest(request_id=request(1), attempt=1, next_index=0, expected=True)
-    bench.tell(WORKER, Heartbeat(heartbeat_no=5, as_of=1, entries=(entry,)), 0.2)
+    bench.tell(WORKER, Heartbeat(heartbeat_no=5, as_of=1, wanted=(entry,)), 0.2)
     assert bench.tell(WORKER, Heartbeat(heartbeat_no=4, as_of=1), 0.3) == []
     assert bench.role.knows(request(1), 1)
 
@@ -232,8 +237,10 @@ def test_a_worker_that_exits_in_order_leaves_nothing_at_once(bench):
 
 def test_a_node_of_both_roles_keeps_them_apart():
     bench = PrefillBench()
-    decode = DecodeRole(bench.scheduler, bench.timers, bench.limits, LAYERS, lambda: bench.core.clients)
-    bench.core = NodeCore(bench.core.identity, bench.timers, bench.scheduler, [bench.role, decode])
+    decode = DecodeRole(bench.role.context)
+    bench.core = NodeCore(
+        bench.core.identity, bench.timers, bench.scheduler, [bench.role, decode], bench.role.context.clients
+    )
     assert bench.core.role_names == ("prefill", "decode")
     bench.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
     bench.tell(PEER, Hello(kind="prefill", name="p2", compatibility=COMPATIBILITY), 0.0)
@@ -279,7 +286,7 @@ def test_an_engine_without_a_step_although_work_waits_ends_the_process(bench):
     assert now == pytest.approx(bench.timers.engine_stall_exit_s, abs=0.7)
 
 
-@pytest.mark.parametrize("sign", [StepGoesOn(), LayersDone(0, 1)])
+@pytest.mark.parametrize("sign", [StepProgressed(), LayersDone(0, 1)])
 def test_a_step_of_any_length_that_comes_further_ends_nothing_and_is_told(bench, sign):
     """Rule 10, ADR 0027: who is slow is not stuck."""
     bench.job()
@@ -366,10 +373,10 @@ def damage_key(bench):
 
 
 def damage_numbers(bench):
-    sender = sender_of(bench)
     bench.step(0.4)
-    sender._plan._pieces.reverse()
-    sender._plan._pieces.append(sender._plan._pieces[0])
+    pieces = sender_of(bench)._stream._plan._pieces
+    pieces.reverse()
+    pieces.append(pieces[0])
 
 
 @pytest.mark.parametrize(
@@ -428,7 +435,7 @@ def test_a_chunk_that_the_decode_node_has_is_passed_over():
     sender.progress(0, 4, 2, 0.1)
     sender.progress(4, 6, 2, 0.1)
     assert sender.key is not None
-    sender.on_granted(sender.key, 4, 0.2)
+    grant(sender, 4, 0.2)
     given = [action.piece for action in sender.give_slot(0.2) if isinstance(action, SendPiece)]
     assert {(piece.token_start, piece.token_end) for piece in given} == {(4, 6)}
     assert len(messages(sender.token_known(TOKEN, 0.3), Commit)) == 1
@@ -439,7 +446,7 @@ def test_when_the_decode_node_has_everything_the_commit_goes_alone():
     sender.ask(0.0)
     sender.progress(0, 6, 2, 0.1)
     assert sender.key is not None
-    sender.on_granted(sender.key, 6, 0.2)
+    grant(sender, 6, 0.2)
     assert sender.give_slot(0.2) == []
     (commit,) = messages(sender.token_known(TOKEN, 0.3), Commit)
     assert (commit.num_pieces, commit.first_token_pos, commit.num_tokens) == (0, 6, 6)

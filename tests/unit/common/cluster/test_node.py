@@ -11,6 +11,7 @@ from kvferry.common.cluster.actions import (
     ExitProcess,
     Send,
 )
+from kvferry.common.cluster.clients import ClientTable
 from kvferry.common.cluster.events import (
     DrainRequested,
     Received,
@@ -49,7 +50,7 @@ SELF_ID, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
 class PrefillRole:
     """A role that has the role and holds nothing."""
 
-    role = "prefill"
+    name = "prefill"
 
     def knows(self, request_id, attempt):
         return False
@@ -73,7 +74,8 @@ def make_core(roles=()) -> NodeCore:
             protocol_version=PROTOCOL_VERSION, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
         ),
     )
-    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), roles)
+    scheduler = Scheduler(SchedulerConfig(), BlockPool(8, 4, "m"))
+    return NodeCore(identity, Timers(), scheduler, roles, ClientTable(Timers()))
 
 
 def said(actions, kind):
@@ -119,7 +121,7 @@ def test_what_a_returning_client_expects_may_have_been_here():
 
     def answers(number: int, now: float) -> list[str]:
         entry = WantedRequest(request_id=RequestId("a" * 32), attempt=number, next_index=0, expected=True)
-        beat = Heartbeat(heartbeat_no=number, as_of=number, entries=(entry,))
+        beat = Heartbeat(heartbeat_no=number, as_of=number, wanted=(entry,))
         return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, SELF_ID, beat)), now), Gone)]
 
     core.handle(hello, 0.0)
