@@ -165,5 +165,5 @@ def test_a_revoke_that_crosses_the_commit_costs_no_attempt():
     assert bench.hear(DECODES[0], CommitRefused(key=reserve.key, reason="not_reserved"), 0.5) == []
     router = RouterBench()
     router.submit()
-    failed(router, 0.2, reason="revoked", commit_sent=True, held=True)
+    failed(router, 0.2, reason="revoked", commit_sent=True, retained=True)
     assert (request_at(router).state, request_at(router).losses) == (RequestState.WAITING, 0)
