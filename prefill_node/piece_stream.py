@@ -123,7 +123,7 @@ class PieceStream:
         self._out.stopped(key)
 
     def fail(self, key: TransferKey) -> bool:
-        """The transport cannot send what it has of this key. Returns whether it has to be stopped."""
+        """The transport cannot send the pieces of this key. Returns whether it has to be stopped."""
         return self._out.fail(key)
 
     def end_writing(self, key: TransferKey) -> list[Action]:

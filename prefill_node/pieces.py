@@ -167,7 +167,7 @@ class PiecesOut:
         return not pieces.out
 
     def fail(self, key: TransferKey) -> bool:
-        """The transport cannot send what it has of this key. Returns whether it has to be stopped."""
+        """The transport cannot send the pieces of this key. Returns whether it has to be stopped."""
         pieces = self._of(key)
         if not pieces.out or pieces.stopping:
             return False

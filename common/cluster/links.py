@@ -31,7 +31,7 @@ from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Hello, HelloRefused, Message, Status, Welcome, WrongIncarnation
 
 FORGET_AFTER_S = 60.0
-"""A dead link that nobody announces is dropped after this long."""
+"""A dead link whose node is no longer announced is dropped after this long."""
 MOST_LINKS = 1024
 """Bound on links to endpoints that others name: each costs descriptors, and any sender may name any endpoint."""
 LATE_S = 2.0
@@ -49,7 +49,7 @@ class LinkState(Enum):
     ALIVE = auto()
     """Welcomed, and heard lately: may get new work."""
     SUSPECT = auto()
-    """Silent for a while, or its connection broke: keeps what it has, gets no new work."""
+    """Silent for a while, or its connection broke: keeps its requests, gets no new ones."""
     DEAD = auto()
     """The incarnation has ended, or counts as ended; the next one must welcome this client first."""
     REFUSED = auto()
