@@ -167,7 +167,7 @@ def test_a_prefill_node(data: st.DataObject):
 
     def hear(message: Message, now: float) -> None:
         if isinstance(message, Job | Cancel | Heartbeat):
-            bench.tell(WORKER, message, now)
+            bench.deliver(WORKER, message, now)
         else:
             bench.hear(DECODES[0], message, now)
 

@@ -108,8 +108,8 @@ class PrefillBench:
         self.core = NodeCore(identity, self.timers, self.scheduler, roles, context.clients)
         self.steps: list[StepBatch] = []
         self.pieces: list[SendPiece] = []
-        self._beat_no = 0
-        self.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
+        self._heartbeat_no = 0
+        self.deliver(WORKER, Hello(kind="worker", name="w"), 0.0)
 
     # -- what happens
 
@@ -121,7 +121,7 @@ class PrefillBench:
         self.pieces += [action for action in actions if isinstance(action, SendPiece)]
         return actions
 
-    def tell(self, sender: Incarnation, message: Message, now: float) -> list[Action]:
+    def deliver(self, sender: Incarnation, message: Message, now: float) -> list[Action]:
         """A client of the node says something."""
         return self.handle(Received(Envelope(sender, SELF_ID, message)), now)
 
@@ -178,9 +178,9 @@ class PrefillBench:
                 for peer, name in ([(SELF_ID, "p")] if here else []) + others
             ),
         )
-        return self.tell(WORKER, message, now)
+        return self.deliver(WORKER, message, now)
 
-    def beat(
+    def heartbeat(
         self,
         now: float,
         *wanted: tuple[int, int],
@@ -190,14 +190,14 @@ class PrefillBench:
         resend: bool = False,
     ) -> list[Action]:
         """The worker's list: (number, attempt) of what it wants."""
-        self._beat_no += 1
+        self._heartbeat_no += 1
         entries = tuple(
             WantedRequest(
                 request_id=request(number), attempt=attempt, next_index=next_index, expected=expected, resend=resend
             )
             for number, attempt in wanted
         )
-        return self.tell(WORKER, Heartbeat(heartbeat_no=self._beat_no, as_of=as_of, wanted=entries), now)
+        return self.deliver(WORKER, Heartbeat(heartbeat_no=self._heartbeat_no, as_of=as_of, wanted=entries), now)
 
     # -- decode nodes
 
@@ -248,6 +248,6 @@ class PrefillBench:
         return actions
 
     def stopped(self, actions: Iterable[Action], now: float) -> list[Action]:
-        """The transport has let go of whatever it was told to stop."""
+        """The transport has stopped what it was asked to stop."""
         keys = [action.key for action in actions if isinstance(action, StopPieces)]
         return [done for key in keys for done in self.handle(PiecesStopped(key), now)]

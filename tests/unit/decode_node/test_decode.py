@@ -289,7 +289,7 @@ def test_a_newer_reserve_of_the_attempt_replaces_the_older_one(bench):
     assert bench.pool.num_held == 2
 
 
-def test_what_was_lost_is_told_until_the_list_has_it_no_more(bench):
+def test_what_was_lost_is_reported_until_the_wanted_set_drops_it(bench):
     bench.reserve()
     bench.commit()
     bench.damaged(0)

@@ -1,4 +1,4 @@
-"""The decode role: how requests wait for room, run, end, and are told of again."""
+"""The decode role: how requests wait for room, run, end, and are reported again."""
 
 import pytest
 from msgspec.structs import replace
@@ -98,7 +98,7 @@ def test_what_finds_no_room_is_queued_and_granted_in_its_turn():
 
 @pytest.mark.parametrize(("asked_at", "first"), [(5.0, OTHERS[2]), (25.0, OTHERS[1])])
 def test_the_better_class_goes_first_until_the_other_has_waited_long(asked_at, first):
-    """Rule 17 on this role: class, raised by waiting, then age; and nobody overtakes the head."""
+    """Rule 17 on this role: class, raised by waiting, then age; and no request overtakes the head."""
     bench = make_bench(num_blocks=4)
     bench.reserve(priority=1)
     bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
@@ -115,7 +115,7 @@ def test_more_than_a_few_do_not_wait():
     assert said(bench.reserve(0.3, key=bench.key(request=OTHERS[2])), Refused)[0].reason == "full"
 
 
-def test_what_could_never_fit_is_refused_at_once():
+def test_what_could_never_fit_is_refused_immediately():
     bench = make_bench(num_blocks=1)
     assert "KV blocks" in said(bench.reserve(), Refused)[0].reason
     assert bench.role.is_quiescent()
@@ -161,7 +161,7 @@ def test_a_drain_takes_back_what_is_not_committed_and_refuses_more(bench):
     assert said(bench.reserve(0.5, key=bench.key(request=OTHERS[2])), Refused)[0].reason == "draining"
 
 
-def test_what_the_drain_does_not_finish_is_given_back(bench):
+def test_what_the_drain_does_not_finish_is_preempted(bench):
     run(bench)
     actions = bench.done(bench.role.preempt_all(0.4), 0.4)
     assert [gone.reason for gone in said(actions, Gone)] == ["preempted"]
@@ -194,7 +194,7 @@ def test_without_a_reservation_a_commit_is_refused(bench):
     assert said(blocked.commit(), CommitRefused)[0].reason == "not_reserved"
 
 
-def test_a_commit_that_comes_last_starts_at_once(bench):
+def test_a_commit_that_comes_last_starts_immediately(bench):
     bench.reserve()
     bench.arrives(0)
     bench.arrives(1)
@@ -280,19 +280,19 @@ def test_tokens_go_out_step_by_step_and_the_end_with_the_last(bench):
     assert bench.pool.num_held == 0
 
 
-def test_a_finish_record_is_told_until_the_list_has_it_no_more(bench):
+def test_a_finish_record_is_reported_until_the_wanted_set_drops_it(bench):
     """Rule 15."""
     run(bench)
     for now in (0.4, 0.5, 0.6):
         step(bench, now)
     for now in (1.0, 1.5):
-        told = bench.heartbeat_of_worker(now, as_of=1, attempts=(1,), expected=True)
-        assert spoken(told) == [(0, (5, 7, 7, 7), "length")]
+        reported = bench.heartbeat_of_worker(now, as_of=1, attempts=(1,), expected=True)
+        assert spoken(reported) == [(0, (5, 7, 7, 7), "length")]
     bench.heartbeat_of_worker(2.0, as_of=1)
     assert bench.role.is_quiescent()
 
 
-def test_running_requests_are_told_of_only_when_a_gap_was_seen(bench):
+def test_running_requests_are_reported_only_when_a_gap_was_seen(bench):
     """Rule 14."""
     run(bench)
     step(bench, 0.4)
@@ -302,7 +302,7 @@ def test_running_requests_are_told_of_only_when_a_gap_was_seen(bench):
     assert spoken(bench.done([], 0.6)) == [(1, (7,), None)]
 
 
-def test_a_request_that_cannot_go_on_is_a_failure_of_its_own(bench):
+def test_a_request_that_cannot_continue_is_a_failure_of_its_own(bench):
     run(bench)
     actions = step(bench, 0.4, failed="not a number")
     (message,) = said(actions, Tokens)
@@ -312,7 +312,7 @@ def test_a_request_that_cannot_go_on_is_a_failure_of_its_own(bench):
     assert again.entries[0].error == "not a number"
 
 
-def crowd(bench: Bench) -> None:
+def fill(bench: Bench) -> None:
     """Two requests that run, and blocks for no more."""
     run(bench)
     other = bench.key(request=OTHERS[1])
@@ -332,10 +332,10 @@ def crowd(bench: Bench) -> None:
     bench.done(bench.role.on_message(bench.prefill, commit, 0.3), 0.3)
 
 
-def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
+def test_out_of_blocks_the_youngest_is_preempted_and_its_worker_notified():
     """Rule 36."""
     bench = make_bench(num_blocks=4)
-    crowd(bench)
+    fill(bench)
     gone = []
     for now in (0.4, 0.5, 0.6):
         gone += said(step(bench, now), Gone)
@@ -347,7 +347,7 @@ def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
 def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
     host = HostPool(4)
     bench = make_bench(num_blocks=4, host=host)
-    crowd(bench)
+    fill(bench)
     for now in (0.4, 0.5, 0.6)[:steps]:
         assert said(step(bench, now), Gone) == []
     plan = bench.role.context.scheduler.schedule(0.6).plan if steps == 2 else None
@@ -405,7 +405,7 @@ def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
 
 
 def test_a_worker_that_left_is_not_written_to(bench):
-    """Rule 30: the outbox holds nothing for nobody."""
+    """Rule 30: the outbox holds nothing for a client that is gone."""
     bench.reserve()
     bench.commit()
     bench.arrives(0)
@@ -415,7 +415,7 @@ def test_a_worker_that_left_is_not_written_to(bench):
     assert bench.role._outbox.is_empty
 
 
-def test_a_token_out_of_its_place_is_a_bug_that_is_told(bench):
+def test_a_token_out_of_its_place_is_a_bug_that_is_reported(bench):
     run(bench)
     with pytest.raises(InvariantError, match="does not continue"):
         bench.role._outbox.add_token(entry_of(bench), 9, 5)
@@ -423,7 +423,7 @@ def test_a_token_out_of_its_place_is_a_bug_that_is_told(bench):
         bench.role._outbox.add_token(entry_of(bench), 9, 0)
 
 
-def test_what_is_not_for_this_leg_changes_nothing(bench):
+def test_what_is_not_for_this_role_changes_nothing(bench):
     assert bench.role.on_event(Tick(), 0.1) == []
     assert bench.role.on_message(bench.worker, Status(status_no=1), 0.1) == []
 

@@ -37,7 +37,7 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     assert held == {OTHERS[0], OTHERS[1], REQUEST}
 
 
-def test_what_was_taken_back_is_not_granted_anew():
+def test_what_was_revoked_is_not_granted_again():
     """By a late copy of its Reserve: pieces of the first grant, still under way, would be taken for the second's."""
     bench = make_bench(num_blocks=4)
     key = bench.key(request=OTHERS[1])
@@ -73,7 +73,7 @@ def test_what_is_committed_is_never_taken_back():
     assert revoked(bench.reserve(0.3, key=bench.key(request=OTHERS[1]), priority=1)) == []
 
 
-def test_nobody_gives_way_when_that_would_not_make_room():
+def test_no_reservation_gives_way_when_that_would_not_make_room():
     bench = make_bench(num_blocks=7)
     run(bench)
     step(bench, 0.3)  # it holds two blocks and decodes
@@ -106,7 +106,7 @@ def test_a_grant_whose_pieces_come_is_used():
     assert revoked(bench.role.tick(0.2 + IDLE_S)) == []
 
 
-def test_a_grant_that_is_not_used_stays_while_nobody_waits():
+def test_a_grant_that_is_not_used_stays_while_no_other_waits():
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1)
     assert bench.role.tick(30.0) == []
@@ -160,8 +160,8 @@ def test_a_revoke_that_crosses_the_commit_costs_no_attempt():
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
     bench.step(0.3)
-    told = said(bench.hear(DECODES[0], Revoke(key=reserve.key, reason="priority"), 0.4), HandoverFailed)[0]
-    assert (told.reason, told.commit_sent, told.retained) == ("revoked", True, True)
+    reported = said(bench.hear(DECODES[0], Revoke(key=reserve.key, reason="priority"), 0.4), HandoverFailed)[0]
+    assert (reported.reason, reported.commit_sent, reported.retained) == ("revoked", True, True)
     assert bench.hear(DECODES[0], CommitRefused(key=reserve.key, reason="not_reserved"), 0.5) == []
     router = RouterBench()
     router.submit()

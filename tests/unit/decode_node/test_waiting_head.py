@@ -49,7 +49,7 @@ def abort(bench: Bench, now: float, request=REQUEST):
     return bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key(request=request)), now), now)
 
 
-@pytest.mark.parametrize("way", ["cancelled", "finished", "failed", "given back", "lost"])
+@pytest.mark.parametrize("way", ["cancelled", "finished", "failed", "preempted", "lost"])
 def test_granted_as_soon_as_what_decodes_is_over(way: str):
     bench = make_bench(num_blocks=3, config=SchedulerConfig(watermark_blocks_share=0.0))
     run(bench)
@@ -62,7 +62,7 @@ def test_granted_as_soon_as_what_decodes_is_over(way: str):
             actions = step(bench, 0.6)
         case "failed":
             actions = step(bench, 0.4, failed="not a number")
-        case "given back":
+        case "preempted":
             actions = bench.done(bench.role.preempt_all(0.4), 0.4)
         case _:
             actions = bench.done(bench.role.entries.lose(bench.role.entries.by_key[bench.key()], "lost", 0.4), 0.4)
@@ -158,7 +158,7 @@ def test_ids_of_a_waiting_head_are_checked_and_hashed_once(monkeypatch):
     assert counts == {"check": 1, "_lookup": 1, "chain_bytes": 11}
     assert granted(abort(bench, 0.4, OTHERS[0])) == []
     assert bench.role.flush(0.4) == []
-    assert counts == {"check": 1, "_lookup": 2, "chain_bytes": 11}, "one block more: looked for anew, not hashed"
+    assert counts == {"check": 1, "_lookup": 2, "chain_bytes": 11}, "one block more: looked up again, not hashed"
     assert granted(abort(bench, 0.5, OTHERS[1])) == [HEAD]
     assert counts == {"check": 1, "_lookup": 3, "chain_bytes": 11}
 
@@ -167,8 +167,8 @@ def test_ids_of_a_waiting_head_are_checked_and_hashed_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("prompt", "why"), [([1, 99], "outside the vocabulary"), (range(40), "KV blocks")])
-def test_what_could_never_run_is_refused_at_once_though_others_wait(prompt, why: str):
-    """Not when its turn comes: nobody is there to refuse it then, and the node would end."""
+def test_what_could_never_run_is_refused_immediately_though_others_wait(prompt, why: str):
+    """Not when its turn comes: it could not be refused then, and the node would end."""
     bench = make_bench(num_blocks=3, config=SchedulerConfig(vocab_size=99))
     run(bench)
     wait(bench)

@@ -184,7 +184,7 @@ def ask_again(sender: HandoverSender, *missing: int) -> list[Action]:
 
 
 def test_a_piece_that_the_transport_still_has_is_not_given_to_it_a_second_time():
-    """Its blocks would be let go of when the first copy is read, and the second one would read another's KV."""
+    """Its blocks would be released when the first copy is read, and the second one would read another's KV."""
     sender = committing()
     again = ask_again(sender, 0, 1)
     assert pieces(again) == []
@@ -226,7 +226,7 @@ def test_what_the_transport_lost_after_the_commit_is_given_again_when_it_has_sto
     sender = committing()
     assert pieces(ask_again(sender, 1)) == []
     assert sender.on_send_failed(key_of(sender), 0.5) == [StopPieces(key_of(sender))]
-    assert sender.on_send_failed(key_of(sender), 0.5) == []  # told twice
+    assert sender.on_send_failed(key_of(sender), 0.5) == []  # reported twice
     assert sender.on_sent(key_of(sender), 0, 0.5) == []
     assert pieces(ask_again(sender, 0)) == []
     sender.check_invariants()

@@ -39,7 +39,7 @@ def test_a_long_pause_gives_the_reservation_back_and_keeps_the_blocks(bench):
     assert bench.pool.num_held == held
 
 
-def test_when_it_goes_on_the_same_node_is_asked_anew_and_nothing_is_computed_again(bench):
+def test_when_it_continues_the_same_node_is_asked_again_and_nothing_is_computed_again(bench):
     granted = key_of(bench)
     bench.stopped(ticks(bench, 0.4, 4.0), 4.0)
     bench.step(4.0)
@@ -55,7 +55,7 @@ def test_when_it_goes_on_the_same_node_is_asked_anew_and_nothing_is_computed_aga
 
 
 def test_after_a_second_pause_room_is_asked_for_with_the_last_chunk_alone(bench):
-    """Each time that room is asked for anew all its KV goes anew."""
+    """Each time that room is asked for again all its KV goes again."""
     job = next(job for job in bench.role.jobs if job.message.request_id == request(WORSE))
     assert job.sender is not None
     pauses = ReservationPauses(bench.scheduler, pause_release_s=0.0)
@@ -88,5 +88,5 @@ def test_a_paused_prompt_is_bounded_by_its_deadline_and_its_worker(bench):
     failed = said(actions, HandoverFailed)
     assert (request(WORSE), "deadline") in [(message.request_id, message.reason) for message in failed]
     bench.stopped(actions, 61.4)
-    bench.beat(61.4)
+    bench.heartbeat(61.4)
     assert bench.role.is_quiescent()

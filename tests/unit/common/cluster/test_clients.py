@@ -72,7 +72,7 @@ def test_only_the_silent_are_taken_out_and_once(table, client):
     table.check_invariants()
 
 
-def test_who_slept_blames_nobody(table, client):
+def test_who_slept_blames_no_client(table, client):
     """Rule 9: what was not heard meanwhile does not count, and the worker counts as heard lately enough to take
     reservations for it."""
     client.update_wanted(Heartbeat(heartbeat_no=1, as_of=0), 0.1)

@@ -36,7 +36,7 @@ def make_table() -> LinkTable:
     return LinkTable(Hello(kind="worker", name="w"), Timers())
 
 
-def test_a_node_that_forgot_its_client_is_told_hello_again():
+def test_a_node_that_forgot_its_client_gets_hello_again():
     """Rule 12: no client: asks for Hello. The node has lost all it had for us, so it must know us first."""
     table = make_table()
     links = DrivenLinks(table)
@@ -66,8 +66,8 @@ def test_what_comes_late_from_an_earlier_life_changes_nothing():
     table.check_invariants()
 
 
-def test_two_lives_welcomed_in_the_wrong_order_are_told_apart_in_the_end():
-    """A welcome of a life that ended may be overtaken by that of the next one: the living one says so again."""
+def test_two_incarnations_welcomed_in_the_wrong_order_are_distinguished_in_the_end():
+    """The Welcome of an ended incarnation may arrive after that of the next one: the live one sends again."""
     table = make_table()
     links = DrivenLinks(table)
     table.add(HERE, 0.0)
@@ -80,7 +80,7 @@ def test_two_lives_welcomed_in_the_wrong_order_are_told_apart_in_the_end():
     table.check_invariants()
 
 
-def test_another_life_ends_the_one_before_at_once():
+def test_another_incarnation_ends_the_one_before_immediately():
     table = make_table()
     links = DrivenLinks(table)
     table.add(HERE, 0.0)
@@ -91,7 +91,7 @@ def test_another_life_ends_the_one_before_at_once():
     table.check_invariants()
 
 
-def test_a_welcome_starts_the_count_of_token_messages_anew():
+def test_a_welcome_starts_the_count_of_token_messages_again():
     """A node that forgot us counts from one again; with the old number kept a lost last message would go unseen."""
     table = make_table()
     links = DrivenLinks(table)
@@ -115,7 +115,7 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
         now += 0.1
         links.tick(now)
     assert link.state is LinkState.SUSPECT
-    now += 60.0  # this process slept: it judges nobody by that
+    now += 60.0  # this process slept: it judges no node by that
     links.tick(now)
     assert links.take_lost() == []
     lost: list[Incarnation] = []
@@ -123,7 +123,7 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
         now += 0.1
         links.tick(now)
         lost = links.take_lost()
-    awake_s = now - 60.0  # the silence before the sleep goes on after it
+    awake_s = now - 60.0  # the silence before the sleep continues after it
     assert awake_s + timers.heartbeat_s == pytest.approx(timers.dead_after_s, abs=0.11)
     assert lost == [OLD]
     table.check_invariants()
@@ -131,7 +131,7 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
 
 @pytest.mark.parametrize("gap_s", [0.4, 0.6, 3.0])
 def test_who_is_always_late_notices_a_silence_too(gap_s):
-    """Rule 9: of each late tick a beat counts."""
+    """Rule 9: of each late tick one heartbeat interval counts."""
     timers, table = Timers(), make_table()
     links = DrivenLinks(table)
     table.add(HERE, 0.0)
@@ -156,17 +156,17 @@ def test_what_waited_for_who_slept_is_heard_now():
 
 
 def test_named_nodes_without_end_cost_no_links_without_end():
-    """Whoever may announce may name anything: what never answered gives way, what did does not."""
+    """Any announcer may name any endpoint: links that never answered are replaced, others are not."""
     table = make_table()
     links = DrivenLinks(table)
     table.add(HERE, 0.0)
     links.hear(HERE, OLD, WELCOME, 0.1)
     table.add("tcp://fixed:1", 0.0, static=True)
     for number in range(MOST_LINKS):
-        actions = table.add(f"tcp://nobody:{number}", 1.0 + number)
-        assert OpenLink(f"tcp://nobody:{number}") in actions
+        actions = table.add(f"tcp://silent:{number}", 1.0 + number)
+        assert OpenLink(f"tcp://silent:{number}") in actions
         assert len(table.links) <= MOST_LINKS
-    assert CloseLink("tcp://nobody:1") in actions
+    assert CloseLink("tcp://silent:1") in actions
     assert {HERE, "tcp://fixed:1"} <= set(table.links)
     assert table.add("tcp://another:1", 5.0, static=True)  # what is configured is always had
     table.check_invariants()

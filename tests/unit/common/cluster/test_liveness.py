@@ -93,7 +93,7 @@ def test_a_blip_is_no_death(links, table):
     assert links.take_lost() == []
 
 
-def test_a_refusal_of_a_link_that_was_heard_meanwhile_kills_nobody(links):
+def test_a_refusal_of_a_link_that_was_heard_meanwhile_kills_no_node(links):
     links.closed(HERE, 0.5)
     links.heard(HERE, LIFE, 0.6)
     links.probe(HERE, True, 0.7)
@@ -165,8 +165,8 @@ def test_a_refused_hello_names_its_reason_and_is_tried_again(links, table):
     table.check_invariants()
 
 
-def test_a_node_that_nobody_announces_is_forgotten_when_it_is_long_dead(links, table):
-    """Rule 11: silence of the proxies alone forgets nobody; the configured ones are never forgotten."""
+def test_a_node_that_is_not_announced_is_forgotten_when_it_is_long_dead(links, table):
+    """Rule 11: silence of the proxies alone forgets no node; the configured ones are never forgotten."""
     table.add(THERE, 0.0)
     links.hear(THERE, NEXT_LIFE, WELCOME, 0.0)
     assert CloseLink(THERE) not in pass_time(links, 0.0, FORGET_AFTER_S)

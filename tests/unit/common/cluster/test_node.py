@@ -87,7 +87,7 @@ def test_time_before_its_first_tick_is_no_engine_stall():
     assert not [a for a in make_core().handle(Tick(), 1e6) if isinstance(a, ExitProcess)]
 
 
-def test_a_client_that_never_said_hello_is_told_so():
+def test_a_client_that_never_said_hello_is_reported():
     core = make_core()
     core.handle(Tick(), 0.0)
     answer = core.handle(Received(Envelope(WORKER, SELF_ID, Heartbeat(heartbeat_no=1, as_of=0))), 0.1)
@@ -121,8 +121,8 @@ def test_what_a_returning_client_expects_may_have_been_here():
 
     def answers(number: int, now: float) -> list[str]:
         entry = WantedRequest(request_id=RequestId("a" * 32), attempt=number, next_index=0, expected=True)
-        beat = Heartbeat(heartbeat_no=number, as_of=number, wanted=(entry,))
-        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, SELF_ID, beat)), now), Gone)]
+        heartbeat = Heartbeat(heartbeat_no=number, as_of=number, wanted=(entry,))
+        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, SELF_ID, heartbeat)), now), Gone)]
 
     core.handle(hello, 0.0)
     assert answers(1, 0.1) == ["never_known"]
@@ -136,7 +136,7 @@ def test_what_a_returning_client_expects_may_have_been_here():
 
 
 class Hears:
-    """A role that notes what it is told."""
+    """A role that notes what it is reported."""
 
     role = "decode"
 
@@ -157,7 +157,7 @@ class Hears:
 @pytest.mark.parametrize(
     ("prefill", "decode", "heard"), [(WORKER, SELF_ID, 1), (OTHER, SELF_ID, 0), (WORKER, OTHER, 0)]
 )
-def test_a_transfer_key_counts_only_from_and_to_the_lives_that_it_names(prefill, decode, heard):
+def test_a_transfer_key_counts_only_from_and_to_the_incarnations_that_it_names(prefill, decode, heard):
     """Rule 2."""
     role = Hears()
     core = make_core([role])
