@@ -20,7 +20,7 @@ from kvferry.common.cluster.events import (
     Event,
     LayersDone,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
 )
 from kvferry.common.scheduling.step import StepBatch, StepResult
 from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
@@ -106,6 +106,6 @@ class EngineThread:
             now = self._clock.now()
             if now - said >= SAY_S:
                 said = now
-                self._post(StepGoesOn())
+                self._post(StepProgressed())
 
         return on_layer

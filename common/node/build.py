@@ -1,23 +1,17 @@
 """From a loaded model and settings to the parts of a node. Composes; decides nothing and does no IO by itself."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from kvferry.common.base.clock import Clock
 from kvferry.common.base.errors import ConfigError
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.ids import new_incarnation
 from kvferry.common.cluster.clients import ClientTable
 from kvferry.common.cluster.events import Event
-from kvferry.common.cluster.node_core import (
-    NodeCore,
-    NodeIdentity,
-)
-from kvferry.common.cluster.node_role import NodeRole
+from kvferry.common.cluster.node_core import NodeCore, NodeIdentity, make_node_core
+from kvferry.common.cluster.node_role import MakeRoles, RoleContext
 from kvferry.common.config.endpoints import endpoint_of_rank, parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
@@ -60,26 +54,6 @@ from kvferry.common.transport.context import TransportContext
 
 
 @dataclass(frozen=True, slots=True)
-class RoleContext:
-    """What a role is made of, beside its own tables."""
-
-    incarnation: Incarnation
-    name: str
-    scheduler: Scheduler
-    timers: Timers
-    limits: Limits
-    shape: KvShape
-    compatibility: Compatibility
-    num_blocks: int
-    block_size: int
-    num_staging_slots: int
-    """Slots of this node that one-sided transports may write into."""
-    staging_host: str
-    """What the places of other nodes' slots begin with that can be written from here; empty: none can."""
-    clients: Callable[[], ClientTable]
-
-
-@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a node shares with its process, or with a test."""
 
@@ -92,9 +66,6 @@ class Surroundings:
     """For tests that stop the engine at chosen points."""
 
 
-MakeLegs = Callable[[RoleContext], Sequence[NodeRole]]
-
-
 class NodeBuilder:
     """Makes one node's shell out of a loaded model."""
 
@@ -104,7 +75,7 @@ class NodeBuilder:
         device: Device,
         settings: NodeSettings,
         around: Surroundings,
-        make_roles: MakeLegs,
+        make_roles: MakeRoles,
         team: RankTeam | None = None,
     ) -> None:
         """`loaded` is rank 0's part of the model where there is a `team` of other ranks, which have been started."""
@@ -113,7 +84,7 @@ class NodeBuilder:
         self._device = device
         self._settings = settings
         self._around = around
-        self._make_legs = make_roles
+        self._make_roles = make_roles
         self.incarnation = new_incarnation()
         self._cache: KvCache | None = None
 
@@ -246,23 +217,21 @@ class NodeBuilder:
             transports=settings.kv_transports if settings.uses_shm else ("zmq",),
             staging=(shell.staging_place,) if shell.staging_place else (),
         )
-        core: list[NodeCore] = []
         context = RoleContext(
-            incarnation=self.incarnation,
+            self_id=self.incarnation,
             name=settings.name,
+            compatibility=compatibility,
             scheduler=scheduler,
             timers=around.timers,
             limits=around.limits,
             shape=KvShape(cache.num_layers, cache.bytes_per_token // cache.num_layers),
-            compatibility=compatibility,
+            clients=ClientTable(around.timers),
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
             num_staging_slots=settings.staging_slots if settings.lends_slots else 0,
             staging_host=host_prefix() if settings.uses_shm else "",
-            clients=lambda: core[0].clients,
         )
-        core.append(NodeCore(identity, around.timers, scheduler, self._make_legs(context)))
-        return core[0]
+        return make_node_core(identity, context, self._make_roles)
 
 
 def advertised(bound: str, advertise: str) -> str:

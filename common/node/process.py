@@ -24,13 +24,14 @@ from kvferry.common.base.errors import (
 )
 from kvferry.common.base.gc_freeze import keep_what_is_loaded
 from kvferry.common.cluster.actions import ExitProcess
+from kvferry.common.cluster.node_role import MakeRoles
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import NodeSettings, resolve_node
 from kvferry.common.config.schema import ClusterConfig, NodeKind
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.device.select import select_device
 from kvferry.common.models.load import load_model
-from kvferry.common.node.build import MakeLegs, NodeBuilder, Surroundings, advertised
+from kvferry.common.node.build import NodeBuilder, Surroundings, advertised
 from kvferry.common.node.memory import check_memory_fits
 from kvferry.common.node.shell import NodeShell
 from kvferry.common.parallel.collectives import ALONE
@@ -44,7 +45,7 @@ from kvferry.common.transport.security import load_security
 START_TIMEOUT_S = 60.0
 
 
-def run_node(config: ClusterConfig, role: NodeKind, make_roles: MakeLegs) -> int:
+def run_node(config: ClusterConfig, role: NodeKind, make_roles: MakeRoles) -> int:
     """Serve one role until told to end. Logging is set up by the caller.
 
     Returns the exit code; raises KvferryError when it cannot start.
@@ -99,7 +100,7 @@ def _named(settings: NodeSettings) -> NodeSettings:
 def _build(
     config: ClusterConfig,
     settings: NodeSettings,
-    make_roles: MakeLegs,
+    make_roles: MakeRoles,
     log: logging.Logger,
     context: TransportContext,
 ) -> tuple[NodeBuilder, NodeShell]:

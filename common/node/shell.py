@@ -231,7 +231,7 @@ class NodeShell:
                 self._send(peer, message)
             case RunStep(plan):
                 self._engine.submit(plan)
-            case SendPiece(_, piece, block_table, slots):
+            case SendPiece(piece, block_table, slots):
                 self._kv.send(piece, block_table, slots)
             case StopPieces(key):
                 self._kv.stop(key)

@@ -54,7 +54,7 @@ class Heartbeats:
                 link.heartbeat_no += 1
                 wanted = tuple(entries.get(peer, ()))
                 beat = Heartbeat(
-                    heartbeat_no=link.heartbeat_no, as_of=self.planner.placement_no, entries=wanted, last=last
+                    heartbeat_no=link.heartbeat_no, as_of=self.planner.placement_no, wanted=wanted, last=last
                 )
                 effects.append(Send(peer, beat))
         self._soon.clear()

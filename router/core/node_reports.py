@@ -47,7 +47,6 @@ class NodeReports:
 
     def on_status(self, link: Link, sender: Incarnation, message: Status, now: float) -> None:
         """Load, progress, and the number of the last Tokens: a lost last message is seen by it."""
-        self.links.on_status(link, message, now)
         self.planner.on_status(sender)
         if message.link_seq > link.link_seq:
             link.link_seq = message.link_seq
@@ -150,7 +149,7 @@ class NodeReports:
             if request.losses >= self.limits.max_attempts:
                 error = KvferryError(f"hand-over failed: {detail}")
                 return self.requests.end(request, "error", error, now, "too many losses")
-        holder = request.plan.prefill if message.held else None
+        holder = request.plan.prefill if message.retained else None
         return self.requests.setback(request, RequestEvent.HANDOVER_FAILED, now, holder)
 
     def _on_gone(self, request: Request, sender: Incarnation, message: Gone, now: float) -> list[Effect]:

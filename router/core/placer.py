@@ -96,15 +96,10 @@ class Placer:
             request_id=request.request_id,
             attempt=request.attempt,
             placement_no=plan.placement_no,
-            model=request.model,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=request.output_token_ids[:],
-            sampling=request.sampling,
-            priority=request.priority,
+            spec=request.spec_now(),
             remaining_ms=max(0, int((request.deadline - now) * 1000)),
             waited_ms=max(0, int((now - request.accepted_at) * 1000)),
             candidates=plan.candidates,
-            times_preempted=request.times_preempted,
         )
 
     def serving_reason(self, model: str | None) -> str | None:

@@ -26,6 +26,7 @@ from kvferry.common.protocol.model_info import (
     ModelInfo,
     TokenSource,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 
 
@@ -163,6 +164,17 @@ class Request:
         machine = Machine(REQUEST_TABLE, request_id[:8])
         deadline = now + timeout_s
         return cls(request_id, model, prompt_token_ids, sampling, priority, now, deadline, machine, vocab_size)
+
+    def spec_now(self) -> RequestSpec:
+        """The facts of the request with what the worker holds by now."""
+        return RequestSpec(
+            model=self.model,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids[:],
+            sampling=self.sampling,
+            priority=self.priority,
+            times_preempted=self.times_preempted,
+        )
 
     @property
     def state(self) -> RequestState:

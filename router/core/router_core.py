@@ -16,7 +16,6 @@ from kvferry.common.base.errors import (
     UnavailableError,
 )
 from kvferry.common.base.ids import (
-    Incarnation,
     RequestId,
 )
 from kvferry.common.cluster.events import (
@@ -29,6 +28,8 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.cluster.links import (
+    Link,
+    LinkInput,
     LinkState,
     LinkTable,
 )
@@ -39,12 +40,9 @@ from kvferry.common.protocol.messages import (
     HandedOver,
     HandoverFailed,
     Hello,
-    HelloRefused,
     Message,
     Status,
     Tokens,
-    Welcome,
-    WrongIncarnation,
 )
 from kvferry.common.protocol.model_info import (
     ModelInfo,
@@ -140,24 +138,26 @@ class RouterCore:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event of the shell."""
-        effects: list[Effect] = []
         match event:
-            case Received(envelope, endpoint):
-                effects += self._on_message(endpoint, envelope.sender, envelope.message, now)
-            case Tick():
-                effects += self._on_tick(now)
-            case LinkConnected(endpoint):
-                effects += self.links.on_connected(endpoint, now)
-            case LinkClosed(endpoint):
-                effects += self.links.on_closed(endpoint, now)
-            case ProbeAnswered(endpoint, result):
-                effects += self.links.on_probe(endpoint, result == "refused", now)
             case Announced(_, announce):
-                effects += self.links.add(announce.endpoint, now)
+                return [*self.links.add(announce.endpoint, now)]
+            case Received() | LinkConnected() | LinkClosed() | ProbeAnswered():
+                return self._on_link_event(event, now)
+            case Tick():
+                return self._on_tick(now)
             case _:
                 raise InvariantError(f"a router worker does not know the event {type(event).__name__}")
-        for peer in self.links.take_lost():
+
+    def _on_link_event(self, event: LinkInput, now: float) -> list[Effect]:
+        update = self.links.handle(event, now)
+        effects: list[Effect] = [*update.actions]
+        if update.up is not None and update.up.peer is not None:
+            self._heartbeats.hurry(update.up.peer)  # a decode node takes reservations only for workers that it hears
+        if update.link is not None and update.message is not None:
+            effects += self._on_message(update.link, update.message, now)
+        for peer in update.lost:
             effects += self._reports.on_node_lost(peer, now)
+        if update.up is not None or update.lost:
             self._note_models()
         return effects
 
@@ -165,26 +165,15 @@ class RouterCore:
         """A node from the configuration; it is never forgotten."""
         return [*self.links.add(endpoint, now, static=True)]
 
-    def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float) -> list[Effect]:
-        if isinstance(message, Welcome):
-            self._heartbeats.hurry(sender)  # a decode node takes reservations only for workers that it hears
-            effects = self.links.on_welcome(endpoint, sender, message, now)
-            self._note_models()
-            return [*effects]
-        if isinstance(message, HelloRefused):
-            self.links.on_hello_refused(endpoint, message, now)
-            return []
-        hellos = self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, WrongIncarnation))
-        link = self.links.peer(sender)
-        if link is None or isinstance(message, WrongIncarnation):
-            return [*hellos]
+    def _on_message(self, link: Link, message: Message, now: float) -> list[Effect]:
+        assert link.peer is not None
         match message:
             case Status():
-                self._reports.on_status(link, sender, message, now)
+                self._reports.on_status(link, link.peer, message, now)
             case Tokens():
-                return self._reports.on_tokens(link, sender, message, now)
+                return self._reports.on_tokens(link, link.peer, message, now)
             case FirstToken() | HandedOver() | HandoverFailed() | Gone():
-                return self._reports.on_report(sender, message, now)
+                return self._reports.on_report(link.peer, message, now)
             case _:
                 pass  # a node of a later protocol may say more
         return []
@@ -198,7 +187,7 @@ class RouterCore:
         self.models.update({name: strictest(models) for name, models in living.items()})
 
     def _on_tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = [*self.links.tick(now), *self._table.tick(now)]
+        effects = [*self._on_link_event(Tick(), now), *self._table.tick(now)]
         if self.draining_since is not None and now - self.draining_since > self.timers.worker_drain_s:
             effects += self._table.end_all(UnavailableError("the router is shutting down"), now, "drain")
         return effects + self._heartbeats.tick(now)

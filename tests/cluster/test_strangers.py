@@ -11,6 +11,7 @@ from kvferry.common.base.ids import (
     new_request_id,
 )
 from kvferry.common.protocol.messages import Commit, Gone, Granted, HandoverFailed, Job, Refused, Reserve
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster
@@ -42,11 +43,13 @@ async def test_a_job_with_ids_outside_the_vocabulary(
             request_id=new_request_id(),
             attempt=1,
             placement_no=NUMBER,
-            model="tiny",
-            prompt_token_ids=array("I", prompt),
-            output_token_ids=array("I", output),
-            sampling=SamplingParams(max_new_tokens=4, repetition_penalty=1.5),
-            priority=3,
+            spec=RequestSpec(
+                model="tiny",
+                prompt_token_ids=array("I", prompt),
+                output_token_ids=array("I", output),
+                sampling=SamplingParams(max_new_tokens=4, repetition_penalty=1.5),
+                priority=3,
+            ),
             remaining_ms=10_000,
             waited_ms=0,
             candidates=(),
@@ -79,10 +82,13 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
                 transfer_no=NUMBER,
                 placement_no=NUMBER,
                 worker=worker.incarnation,
-                prompt_token_ids=array("I", prompt),
-                output_token_ids=array("I"),
-                sampling=SamplingParams(max_new_tokens=4),
-                priority=3,
+                spec=RequestSpec(
+                    model="m",
+                    prompt_token_ids=array("I", prompt),
+                    output_token_ids=array("I"),
+                    sampling=SamplingParams(max_new_tokens=4),
+                    priority=3,
+                ),
                 remaining_ms=10_000,
                 waited_ms=0,
             )
@@ -103,7 +109,6 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
                 first_token_pos=len(PROMPT),
                 num_tokens=len(PROMPT),
                 token_id=VOCAB,
-                token_index=0,
             )
         )
         gone = await worker.hear(Gone)

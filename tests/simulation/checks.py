@@ -179,7 +179,7 @@ def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
                 if (
                     sender.state in WANTED_AT_DECODE and sender.state is not SendState.ASKING
                 ):  # that has its own bound, of a second
-                    return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"
+                    return f"{node.host} still hands {sender.job.request_id[:8]} to {gone.host}, which is gone"
     return None
 
 

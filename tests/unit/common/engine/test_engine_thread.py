@@ -11,7 +11,7 @@ from kvferry.common.cluster.events import (
     Event,
     LayersDone,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
 )
 from kvferry.common.engine.engine_thread import (
     LONG_S,
@@ -106,7 +106,7 @@ CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),)
 def test_a_long_step_says_that_it_goes_on_but_not_with_each_layer(layer_s: float, signs: int):
     """ADR 0027."""
     _, posted = go(layer_s, DECODE[0])
-    assert posted == [*[StepGoesOn()] * signs, StepDone(StepResult(1))]
+    assert posted == [*[StepProgressed()] * signs, StepDone(StepResult(1))]
 
 
 def test_steps_after_a_short_one_are_computed_in_one_call_unless_they_have_a_prompt():

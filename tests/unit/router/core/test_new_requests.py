@@ -71,7 +71,7 @@ def test_it_starts_as_soon_as_a_pair_is_known_and_keeps_its_age(bench):
 def test_nothing_is_asked_of_a_node_meanwhile(bench):
     bench.submit(0.2)
     heartbeats = said(tick(bench, 1.0, "decode"), Heartbeat)
-    assert [beat.entries for beat in heartbeats.values()] == [(), ()]
+    assert [beat.wanted for beat in heartbeats.values()] == [(), ()]
 
 
 @pytest.mark.rule(35)

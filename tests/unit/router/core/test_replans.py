@@ -127,7 +127,7 @@ def test_another_node_takes_what_is_beyond_the_bound(bench):
 def test_held_kv_needs_no_computing_and_no_turn(bench):
     for number in range(1, 6):
         submit(bench, number, 0.1 + number / 100)
-        failed = HandoverFailed(request_id=rid(number), attempt=1, reason="no_room", held=True)
+        failed = HandoverFailed(request_id=rid(number), attempt=1, reason="no_room", retained=True)
         bench.tell(PREFILL, "prefill", failed, 0.3)
     assert sorted(planned(ticks(bench, 0.5, 1.0))) == [1, 2, 3, 4, 5]
     assert {r.state for r in bench.core.requests.values()} == {RequestState.PLACED}

@@ -86,7 +86,7 @@ class Bench:
     def wanted(self, now: float) -> dict[Incarnation, list[tuple[int, bool, bool]]]:
         """What the lists say, by node: attempt, expected, resend."""
         heartbeats = said(self.core.handle(Tick(), now), Heartbeat)
-        return {peer: [(e.attempt, e.expected, e.resend) for e in beat.entries] for peer, beat in heartbeats.items()}
+        return {peer: [(e.attempt, e.expected, e.resend) for e in beat.wanted] for peer, beat in heartbeats.items()}
 
 
 def said(effects, kind):
@@ -166,7 +166,7 @@ def test_a_lost_attempt_is_planned_again_with_the_tokens_held_and_its_age(bench)
     bench.tell(DECODE, "decode", Gone(request_id=REQUEST, attempt=1, reason="lost"), 2.0)
     bench.tell(PREFILL, "prefill", Status(status_no=2), 2.0)
     job = said(bench.core.handle(Tick(), 2.2), Job)[PREFILL]
-    assert (job.attempt, list(job.output_token_ids), job.waited_ms) == (2, [5, 6], 2100)
+    assert (job.attempt, list(job.spec.output_token_ids), job.waited_ms) == (2, [5, 6], 2100)
     assert job.remaining_ms == 27_900
 
 

@@ -165,7 +165,7 @@ def test_a_preemption_costs_no_attempt_and_is_counted_in_the_job(bench):
     gone(bench, DECODE, "preempted", 0.5)
     again = planned_again(bench, 0.5, 2.0)
     assert again is not None
-    assert (again[0].times_preempted, list(again[0].output_token_ids)) == (1, [5, 6])
+    assert (again[0].spec.times_preempted, list(again[0].spec.output_token_ids)) == (1, [5, 6])
     assert request(bench).losses == 0
 
 
@@ -466,7 +466,7 @@ def test_a_last_tokens_message_that_was_lost_is_seen_by_the_status(bench):
     bench.tell(DECODE, "decode", Status(status_no=1000, link_seq=3), 0.6)
     heartbeats = said(bench.core.handle(Tick(), 0.65), Heartbeat)
     assert heartbeats.keys() == {DECODE}
-    assert heartbeats[DECODE].entries[0].resend
+    assert heartbeats[DECODE].wanted[0].resend
 
 
 @pytest.mark.rule(30)
@@ -476,7 +476,7 @@ def test_a_skipped_number_is_a_gap_for_all_requests_there(bench):
     tick(bench, 0.5)
     assert bench.core.handle(Tick(), 0.55) == []
     bench.tell(DECODE, "decode", Tokens(link_seq=5, entries=()), 0.6)
-    assert said(bench.core.handle(Tick(), 0.65), Heartbeat)[DECODE].entries[0].resend
+    assert said(bench.core.handle(Tick(), 0.65), Heartbeat)[DECODE].wanted[0].resend
 
 
 @pytest.mark.rule(14, 33)
