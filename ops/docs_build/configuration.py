@@ -21,8 +21,8 @@ Made from the docstrings in `common/config`. Change those, then run `python -m k
 
 One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A missing key
 has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may be
-repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` prints the result as
-a file that can be used again. Unknown keys and wrong types are refused, with the nearest known key.
+repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` prints the result
+as a file that can be used again. Unknown keys and wrong types are refused, with the nearest known key.
 
 Names carry units: `_s` seconds, `_bytes` bytes, `_share` a fraction from 0 to 1.
 """

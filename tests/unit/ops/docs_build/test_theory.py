@@ -1,6 +1,7 @@
 """The table of coupled states in the theory of operation names states that exist, in an order that the tables allow."""
 
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,5 +42,5 @@ def column(number: int) -> list[str]:
 @pytest.mark.parametrize("number", range(len(COLUMNS)), ids=[name for name, _ in COLUMNS])
 def test_a_column_names_states_in_an_order_that_its_table_allows(number: int):
     states = [COLUMNS[number][1][cell] for cell in column(number) if cell != "-"]
-    steps = {(before, after) for before, after in zip(states, states[1:], strict=False) if before is not after}
+    steps = {(before, after) for before, after in pairwise(states) if before is not after}
     assert steps <= moves()

@@ -1,4 +1,4 @@
-"""The walkthrough and the pages next to it name files and functions that exist, and the walkthrough's counts are right."""
+"""The walkthrough and its neighbours name functions that exist, and the walkthrough counts its steps correctly."""
 
 import ast
 import re
