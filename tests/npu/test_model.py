@@ -49,7 +49,7 @@ class RandomWeights:
 
 
 def logits_of_two_steps(ops):
-    """A prompt of 140 tokens in two chunks, the second beside another sequence's decode token."""
+    """A prompt of 140 tokens in two chunks, the second next to another sequence's decode token."""
     # Loading and running a model uses a device's ops and its torch device, nothing else of it.
     device = cast(Device, SimpleNamespace(ops=ops, torch_device=CPU))
     model = DecoderModel.load(CONFIG, TrackedWeights(RandomWeights(), lambda: None), device, torch.bfloat16)
