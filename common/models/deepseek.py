@@ -1,7 +1,7 @@
-"""The DeepSeek-V2 and V3 families: latent attention, and experts beside a shared MLP behind some dense layers.
+"""The DeepSeek-V2 and V3 families: latent attention; some dense layers, then experts plus a shared MLP.
 
-The two differ in how experts are scored and in what their settings are called, so that each has its own reader. Extra
-layers for multi-token prediction, which V3 checkpoints carry, are not loaded: the next token does not depend on them.
+The two score experts differently and name their settings differently, so each has its own reader. The extra layers for
+multi-token prediction in V3 checkpoints are not loaded, since the next token does not depend on them.
 """
 
 from dataclasses import replace
@@ -16,14 +16,14 @@ from kvferry.common.models.moe import check_experts
 from kvferry.common.models.settings import Settings
 
 _WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef", "auto_map")
-"""Settings of training, and where the publisher's own code is, which is what the family is."""
+"""Training settings, and the reference to the publisher's own code, which this family reimplements."""
 
 
 def read_v2_config(given: HfSettings) -> TransformerConfig:
-    """Experts are scored by softmax; the best of all, or of the groups whose best one is best."""
+    """Experts are scored by softmax and chosen from all, or from the groups with the best single expert."""
     settings = given.model
     settings.require("scoring_func", ("softmax",))
-    # Published code divides by the sum where this is set, the reference does not; no published checkpoint sets it.
+    # If set, the publisher's code divides by the sum and transformers does not; no published checkpoint sets it.
     settings.require("norm_topk_prob", (False,))
     method = settings.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -37,7 +37,7 @@ def read_v2_config(given: HfSettings) -> TransformerConfig:
 
 
 def read_v3_config(given: HfSettings) -> TransformerConfig:
-    """Experts are scored by sigmoid and chosen with a learned bias, from the groups whose best two are best."""
+    """Experts are scored by sigmoid and chosen with a learned bias from the groups with the best two experts."""
     settings = given.model
     settings.require("scoring_func", ("sigmoid",))
     settings.require("topk_method", ("noaux_tc",))

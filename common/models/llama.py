@@ -1,6 +1,6 @@
 """The Llama family: grouped heads, rotary embedding, gated MLP.
 
-Llama 1 to 3.3, SmolLM and everything else whose config says LlamaForCausalLM.
+Llama 1 to 3.3, SmolLM and every other checkpoint with architecture LlamaForCausalLM.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 
 
 def read_config(given: HfSettings) -> TransformerConfig:
-    """Biases are on all of attention or on none of it."""
+    """Attention has biases on all projections or on none."""
     settings = given.model
     settings.require("rope_interleaved", (False,))
     config = decoder_config(

@@ -1,4 +1,4 @@
-"""The Mistral family: Llama without biases, each token seeing only the newest positions where a window is set."""
+"""The Mistral family: Llama without biases, with an optional sliding window."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ _DEFAULT_WINDOW = 4096
 
 
 def read_config(given: HfSettings) -> TransformerConfig:
-    """`sliding_window` is for all layers: null is none, and left out it is 4096, as the family's own default says."""
+    """`sliding_window` applies to all layers: null means none, a missing key means 4096, the family's default."""
     settings = given.model
     config = decoder_config(
         given,

@@ -1,4 +1,4 @@
-"""The Qwen2 family (Qwen2, Qwen2.5): Llama with biases on query, key and value, never on the output projection."""
+"""The Qwen2 family (Qwen2, Qwen2.5): Llama with biases on query, key and value, but not on the output projection."""
 
 from dataclasses import replace
 
@@ -9,7 +9,6 @@ from kvferry.common.models.hf_settings import decoder_config, default_head_dim, 
 
 
 def read_config(given: HfSettings) -> TransformerConfig:
-    """Windows as `layer_windows` reads them."""
     settings = given.model
     config = decoder_config(
         given,

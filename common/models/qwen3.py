@@ -1,4 +1,4 @@
-"""The Qwen3 family: each head's query and key is normalised before it is rotated; a bias everywhere or nowhere."""
+"""The Qwen3 family: queries and keys are normalised per head before rotation; attention biases on all or none."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ _DEFAULT_HEAD_DIM = 128
 
 
 def read_config(given: HfSettings) -> TransformerConfig:
-    """The head size does not follow from the hidden size; windows as `layer_windows` reads them."""
+    """The head size is independent of the hidden size."""
     settings = given.model
     config = decoder_config(
         given,
