@@ -18,13 +18,13 @@ class DeviceStream(Protocol):
 
 
 Stream = TypeVar("Stream", bound=DeviceStream)
-GivenStream = TypeVar("GivenStream", bound=DeviceStream, contravariant=True)
+StreamArgument = TypeVar("StreamArgument", bound=DeviceStream, contravariant=True)
 
 
-class StreamApi(Protocol[GivenStream]):
+class StreamApi(Protocol[StreamArgument]):
     """The stream context of torch.cuda and torch_npu.npu."""
 
-    def stream(self, stream: GivenStream) -> AbstractContextManager[object]:
+    def stream(self, stream: StreamArgument) -> AbstractContextManager[object]:
         """Work enqueued inside goes to `stream`."""
         ...
 

@@ -23,9 +23,9 @@ _DEFAULT_TOP_K = 1000
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> TransformerConfig:
+def decoder_config(hf: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> TransformerConfig:
     """The settings that all decoders have in common; a family's reader adds its own with `replace`."""
-    settings, generation = given.model, given.generation
+    settings, generation = hf.model, hf.generation
     settings.require("hidden_act", ("silu",))
     heads = settings.integer("num_attention_heads")
     if heads % num_kv_heads or head_dim % 2:

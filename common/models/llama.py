@@ -11,12 +11,12 @@ from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
+def read_config(hf: HfSettings) -> TransformerConfig:
     """Attention has biases on all projections or on none."""
-    settings = given.model
+    settings = hf.model
     settings.require("rope_interleaved", (False,))
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads", settings.integer("num_attention_heads")),
         head_dim=default_head_dim(settings),
         max_positions=settings.integer("max_position_embeddings", 2048),

@@ -10,11 +10,11 @@ from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 _DEFAULT_WINDOW = 4096
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
+def read_config(hf: HfSettings) -> TransformerConfig:
     """`sliding_window` applies to all layers: null means none, a missing key means 4096, the family's default."""
-    settings = given.model
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=default_head_dim(settings),
         max_positions=settings.integer("max_position_embeddings"),

@@ -10,11 +10,11 @@ from kvferry.common.models.hf_settings import decoder_config, layer_windows
 _DEFAULT_HEAD_DIM = 128
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
+def read_config(hf: HfSettings) -> TransformerConfig:
     """The head size is independent of the hidden size."""
-    settings = given.model
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=settings.integer("head_dim", _DEFAULT_HEAD_DIM),
         max_positions=settings.integer("max_position_embeddings"),

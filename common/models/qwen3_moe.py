@@ -11,10 +11,10 @@ from kvferry.common.models.moe import check_experts
 from kvferry.common.models.settings import Settings
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
-    settings = given.model
+def read_config(hf: HfSettings) -> TransformerConfig:
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=default_head_dim(settings),
         max_positions=settings.integer("max_position_embeddings"),
