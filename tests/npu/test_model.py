@@ -6,12 +6,13 @@ from typing import cast
 import pytest
 import torch
 
-from kvferry.common.device.base import AttentionMetadata, Device
+from kvferry.common.device.base import Device
 from kvferry.common.device.npu_ops import (
     NpuFeatures,
     NpuOps,
     causal_mask,
 )
+from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.device.paged import allocate_paged
 from kvferry.common.device.torch_ops import TorchOps
 from kvferry.common.models.config import RopeConfig, TransformerConfig
