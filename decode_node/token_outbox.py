@@ -27,7 +27,8 @@ class TokenOutbox:
         return not self._waiting
 
     def add_token(self, entry: Entry, token_id: int, index: int) -> None:
-        """A token was sampled, or came with the Commit. Raises InvariantError if it does not continue the entry's list."""
+        """A token was sampled, or came with the Commit. Raises InvariantError if it does not continue the entry's
+        list."""
         known = entry.output_token_ids
         if index == len(known):
             known.append(token_id)

@@ -178,7 +178,7 @@ class NodeBuilder:
             vocab_size=self._loaded.info.vocab_size,
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,
-            max_steps_in_flight=settings.steps_in_flight or (1 if self._device.name == "cpu" else 2),
+            max_steps_in_flight=settings.steps_in_flight or self._device.default_steps_in_flight,
             aging_s=timers.aging_s,
             max_preempt=limits.max_preempt,
             swap_wait_s=timers.swap_wait_s,

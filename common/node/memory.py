@@ -17,13 +17,13 @@ def check_memory_fits(footprint: Footprint, settings: NodeSettings, device: Devi
 
     Without a configured cache an accelerator's cache takes what is left, so there it counts as nothing.
     """
-    on_cpu = device.name == "cpu"
-    # Ranks on a CPU share its memory; on accelerators each has a device of its own.
-    parts_here = settings.tensor_parallel if on_cpu else 1
-    cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if on_cpu else 0)
+    on_host = device.shares_host_memory
+    # Ranks in host memory share it; on accelerators each has a device of its own.
+    parts_here = settings.tensor_parallel if on_host else 1
+    cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if on_host else 0)
     cache = cache * parts_here // settings.tensor_parallel
     weights = footprint.weights * parts_here
-    swap = settings.swap_bytes or 0 if on_cpu else 0  # elsewhere it is other memory than the cache's
+    swap = settings.swap_bytes or 0 if on_host else 0  # elsewhere it is other memory than the cache's
     computing = footprint.computing(settings.max_step_tokens, settings.max_running)
     model = weights + max(footprint.loading, computing) * parts_here
     free = device.memory_info()[0]
@@ -37,7 +37,7 @@ def check_memory_fits(footprint: Footprint, settings: NodeSettings, device: Devi
             f"on {device.torch_device}; {advice}"
         )
     share = settings.model_memory_bytes
-    if on_cpu and share is not None and model > share:
+    if on_host and share is not None and model > share:
         raise ConfigError(
             f"node.model_memory_bytes: this node needs {_mib(model)} MiB beside its cache ({parts}), but may take "
             f"{_mib(share)} MiB: what the nodes of this host have each; {advice}, or fewer nodes"
@@ -55,7 +55,7 @@ _SWAP_SHARE = 0.1
 def kv_cache_bytes(settings: NodeSettings, device: Device, free_bytes: int) -> int:
     """As configured; else a share of the host's memory on a CPU, elsewhere what is free now but for the reserve."""
     num_bytes = settings.kv_cache_bytes
-    if num_bytes is None and device.name == "cpu":
+    if num_bytes is None and device.shares_host_memory:
         num_bytes = settings.kv_cache_bytes_on_cpu
     if num_bytes is None:
         return int(free_bytes * (1 - settings.device_reserve_share))
@@ -66,7 +66,7 @@ def swap_bytes(settings: NodeSettings, device: Device, cache_bytes: int) -> int:
     """As configured; else nothing on a CPU, elsewhere a tenth of the rank's cache, within what the host can spare."""
     if settings.swap_bytes is not None:
         return settings.swap_bytes // settings.tensor_parallel
-    if device.name == "cpu":
+    if device.shares_host_memory:
         return 0
     return min(int(cache_bytes * _SWAP_SHARE), settings.swap_bytes_most // settings.tensor_parallel)
 

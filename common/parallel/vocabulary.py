@@ -7,7 +7,7 @@ sum and one gathering a step. The sum is exact: all parts of a row but one are z
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.common.device.base import Linear
+from kvferry.common.device.ops import Linear
 from kvferry.common.parallel.collectives import Collectives
 
 

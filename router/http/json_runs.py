@@ -5,8 +5,8 @@ stop every other request of the worker for tens of milliseconds. Cut into window
 caller lets others run in between.
 
 How: outside of strings, text between a `[` or `,` and a `,` or `]` that holds no quote, bracket or brace is a run of
-whole array elements, in every valid document. A long run is decoded at once (`ParsedTokenIds`) and leaves one string in the
-rest, a random token that no client can know. The rest is small and decoded as usual; where it is valid, so was the
+whole array elements, in every valid document. A long run is decoded at once (`ParsedTokenIds`) and leaves one string in
+the rest, a random token that no client can know. The rest is small and decoded as usual; where it is valid, so was the
 body. Searches are `bytes.find`, so quiet stretches cost next to nothing; the number of steps per window is bounded.
 """
 

@@ -37,8 +37,8 @@ async def test_a_job_with_ids_outside_the_vocabulary(
     cluster: MakeCluster, reference: Reference, kinds: dict[str, int], prompt: list[int], output: list[int]
 ) -> None:
     async with cluster(**kinds) as c:
-        stranger = Stranger(c.context, "worker")
-        await stranger.meet(next(node for node in c.nodes.values() if node.role != "decode").shell.endpoint)
+        peer = Stranger(c.context, "worker")
+        await peer.meet(next(node for node in c.nodes.values() if node.role != "decode").shell.endpoint)
         job = Job(
             request_id=new_request_id(),
             attempt=1,
@@ -54,13 +54,13 @@ async def test_a_job_with_ids_outside_the_vocabulary(
             waited_ms=0,
             candidates=(),
         )
-        stranger.say(job)
-        answer = await stranger.hear(HandoverFailed)
+        peer.say(job)
+        answer = await peer.hear(HandoverFailed)
         assert isinstance(answer, HandoverFailed)
         assert (answer.reason, answer.retryable) == ("invalid", False)
         assert "outside the vocabulary" in answer.detail
         await still_serves(c, reference)
-        await stranger.leave()
+        await peer.leave()
 
 
 @pytest.mark.asyncio
@@ -72,9 +72,9 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
         node = c.nodes["decode-0"]
         compatibility = await node.ask(lambda core: core.identity.compatibility)
         worker, prefill = Stranger(c.context, "worker"), Stranger(c.context, "prefill", compatibility)
-        for stranger in (worker, prefill):
-            await stranger.meet(node.shell.endpoint)
-            stranger.beat()
+        for peer in (worker, prefill):
+            await peer.meet(node.shell.endpoint)
+            peer.beat()
 
         def reserve(prompt: list[int]) -> Reserve:
             return Reserve(
