@@ -197,9 +197,9 @@ def test_a_router_worker(data: st.DataObject):
 
     def hear(message: Message, now: float) -> None:
         if message in from_decode or isinstance(message, Tokens | Gone):
-            bench.tell(at_router.DECODE, "decode", message, now)
+            bench.receive(at_router.DECODE, "decode", message, now)
         else:
-            bench.tell(at_router.PREFILL, "prefill", message, now)
+            bench.receive(at_router.PREFILL, "prefill", message, now)
 
     some(data, from_decode + from_prefill, hear)
     bench.core.handle(Tick(), 1.0)

@@ -187,10 +187,10 @@ def resting(worker: SimWorker, node: Process) -> dict[RequestId, int]:
     """The requests that wait at a node, and the numbers of their plans."""
     found: dict[RequestId, int] = {}
     for request in worker.core.requests.values():
-        prefill = request.plan.prefill if request.plan is not None else None
-        waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
-        if request.plan is not None and waits_at == node.incarnation:
-            found[request.request_id] = request.plan.placement_no
+        prefill = request.placement.prefill if request.placement is not None else None
+        waits_at = {RequestState.PLACED: prefill, RequestState.HANDED_OVER: request.decode}.get(request.state)
+        if request.placement is not None and waits_at == node.incarnation:
+            found[request.request_id] = request.placement.placement_no
     return found
 
 

@@ -1,6 +1,6 @@
 """A TokenService in memory: deterministic tokens, and scripts that make it wait, fail, refuse or run out of time.
 
-A real implementation of `router.api`, only without nodes behind it: streams end once, a cancel is followed by the end.
+It keeps the contract of `router.api`, without nodes: streams end once, and a cancel is followed by the end.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MODEL = ModelInfo(
 
 @dataclass
 class Script:
-    """How the streams that are submitted from now on behave."""
+    """Behaviour of the streams submitted from now on."""
 
     tokens_per_event: int = 1
     hold_after: int | None = None
@@ -63,18 +63,18 @@ class FakeStream:
         self.cancelled = asyncio.Event()
         self.ended = False
         self._script = script
-        self._go_on = asyncio.Event()
+        self._released = asyncio.Event()
         if script.hold_after is None:
-            self._go_on.set()
+            self._released.set()
 
     def release(self) -> None:
-        """Go on after the hold."""
-        self._go_on.set()
+        """Continue after the hold."""
+        self._released.set()
 
     def cancel(self, reason: str) -> None:
         self.cancelled_for.append(reason)
         self.cancelled.set()
-        self._go_on.set()
+        self._released.set()
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         return self._events()
@@ -87,7 +87,7 @@ class FakeStream:
         while index < last:
             if script.hold_after is not None and index >= script.hold_after:
                 self.holding.set()
-                await self._go_on.wait()
+                await self._released.wait()
             if self.cancelled_for:
                 yield self._end("cancelled", index, None)
                 return
@@ -98,7 +98,7 @@ class FakeStream:
             index += size
         if script.hold_after is not None and index == script.hold_after:
             self.holding.set()
-            await self._go_on.wait()
+            await self._released.wait()
             if self.cancelled_for:
                 yield self._end("cancelled", index, None)
                 return
@@ -124,7 +124,7 @@ class FakeTokenService:
     reported: ServiceCounts = field(default_factory=ServiceCounts)
     streams: list[FakeStream] = field(default_factory=list)
     submitted: "asyncio.Queue[FakeStream]" = field(default_factory=asyncio.Queue)
-    """Every stream as it is taken on, for a test that waits for it."""
+    """Every accepted stream, for a test that waits for it."""
 
     def model(self, name: str) -> ModelInfo | None:
         return self.models_known.get(name)
@@ -150,7 +150,7 @@ class FakeTokenService:
         return self.reported
 
     def check_invariants(self) -> None:
-        """Every stream ended, or was cancelled by whoever gave it up."""
+        """Every stream must have ended or been cancelled."""
         for stream in self.streams:
             if not stream.ended and not stream.cancelled_for:
                 raise InvariantError(f"request {stream.request_id} neither ended nor was cancelled")

@@ -1,4 +1,4 @@
-"""Every rule of the token request, through falcon's test client and through a real server; one table for both."""
+"""Every rule of the token request, through falcon's test client and through a real server, from one table of cases."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from falcon import testing
 
 from kvferry.common.config.schema import RouterConfig
 from kvferry.common.protocol.model_info import ModelInfo
-from kvferry.router.http import document, skeleton
+from kvferry.router.http.json_body import reader
 from tests.support.fake_service import MODEL, FakeTokenService, expected_token
 from tests.support.http_app import HttpApp, connect, serve
 from tests.support.infer_cases import INFER_CASES, InferCase, base, encode
@@ -50,10 +50,10 @@ def test_case(case):
 
 
 @pytest.mark.parametrize("case", INFER_CASES, ids=lambda case: case.name)
-def test_case_without_what_no_rule_speaks_of(case, monkeypatch):
-    """The way of very large bodies, with sizes at which every body is large."""
-    monkeypatch.setattr(document, "LARGE_BYTES", 0)
-    monkeypatch.setattr(skeleton, "SMALL_BYTES", 40)
+def test_case_without_unknown_keys(case, monkeypatch):
+    """The code for very large bodies, with bounds at which every body is large."""
+    monkeypatch.setattr(reader, "LARGE_BYTES", 0)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 40)
     http = HttpApp()
     result = testing.TestClient(http.app).simulate_post(PATH, body=case.body)
     where = case.where.removesuffix("[39999]").removesuffix("[0]") if "data" in case.where else case.where
@@ -138,7 +138,7 @@ def test_output_is_bounded_by_settings_and_model(num_ids, asked, tokens):
     assert result.json["outputs"][0]["shape"] == [1, tokens]
 
 
-def test_output_is_bounded_by_what_the_prompt_leaves():
+def test_output_is_bounded_by_the_length_that_the_prompt_leaves():
     http = HttpApp(settings=RouterConfig(max_input_length=4000, max_iter_times=5000))
     tensor = {"name": "i", "shape": [2550], "datatype": "UINT32", "data": [5] * 2550}
     body = encode(base(inputs=[tensor], parameters={"max_new_tokens": 600}))
