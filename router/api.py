@@ -3,14 +3,13 @@
 `router.http` uses it, `router.service` implements it, and tests put another implementation behind the same HTTP layer.
 """
 
-from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.model_info import ModelInfo
-from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.common.protocol.request_spec import RequestSpec
 
 Outcome = Literal["stop", "length", "timeout", "cancelled", "error"]
 """How a request ended; decided once, by the router worker."""
@@ -18,14 +17,10 @@ Outcome = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A checked request, with all defaults filled in."""
+    """A checked request: everything resolved, no defaults left open."""
 
     request_id: RequestId
-    model: str
-    prompt_token_ids: "array[int]"
-    """typecode 'I'."""
-    sampling: SamplingParams
-    priority: int = 5
+    spec: RequestSpec
     timeout_s: float = 600.0
     client_id: str = ""
     """The client's own id, for logs and stopInfer; never a key."""

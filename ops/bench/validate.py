@@ -85,7 +85,7 @@ async def check_once(body: bytes, num_ids: int, chunk_bytes: int = CHUNK_BYTES) 
     checked = check_infer(
         decoded, model, max_input_length=num_ids, max_iter_times=16, request_id=exchange.request_id, seed=1
     )
-    return len(checked.request.prompt_token_ids)
+    return len(checked.request.spec.prompt_token_ids)
 
 
 def measure(body: bytes, num_ids: int, rounds: int) -> Figures:

@@ -78,8 +78,8 @@ class Placer:
         """
         self._expire(now)
         choice = choose(
-            [view for view in self._prefills(request.model, request) if view.incarnation not in full],
-            self._decodes(request.model, request),
+            [view for view in self._prefills(request.spec.model, request) if view.incarnation not in full],
+            self._decodes(request.spec.model, request),
             avoid=self._penalties.keys(),
             rotation=self.placement_no,
             holder=request.holder,
@@ -122,14 +122,14 @@ class Placer:
 
     def unplaceable_reason(self, request: Request) -> str | None:
         """Why this request cannot be placed now; None if it can, given room at the nodes."""
-        reason = self.not_ready_reason(request.model)
+        reason = self.not_ready_reason(request.spec.model)
         if reason is not None:
             return reason
-        prefills, decodes = self._prefills(request.model, request), self._decodes(request.model, request)
+        prefills, decodes = self._prefills(request.spec.model, request), self._decodes(request.spec.model, request)
         if _compatibilities(prefills) & _compatibilities(decodes):
             return None
         if request.next_index:
-            return f"no live node still serves the weights of {request.model!r} that produced the first tokens"
+            return f"no live node still serves the weights of {request.spec.model!r} that produced the first tokens"
         return f"no live pair of nodes takes a request of {request.most_tokens} tokens; all have lower limits"
 
     def token_source(self, peer: Incarnation) -> TokenSource | None:

@@ -10,6 +10,8 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import msgspec
+
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import (
     Incarnation,
@@ -22,7 +24,7 @@ from kvferry.common.protocol.model_info import (
     TokenSource,
 )
 from kvferry.common.protocol.request_spec import RequestSpec
-from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.router.api import GenerateRequest
 
 
 class RequestState(Enum):
@@ -103,10 +105,8 @@ class Request:
     """What a worker knows of one request."""
 
     request_id: RequestId
-    model: str
-    prompt_token_ids: "array[int]"
-    sampling: SamplingParams
-    priority: int
+    spec: RequestSpec
+    """As it was accepted; `spec_now` has what was received since."""
     accepted_at: float
     deadline: float
     machine: Machine[RequestState, RequestEvent]
@@ -144,31 +144,15 @@ class Request:
     decode_name: str = ""
 
     @classmethod
-    def new(
-        cls,
-        request_id: RequestId,
-        model: str,
-        prompt_token_ids: "array[int]",
-        sampling: SamplingParams,
-        priority: int,
-        now: float,
-        timeout_s: float,
-        vocab_size: int,
-    ) -> "Request":
-        """A request just accepted."""
-        machine = Machine(REQUEST_TABLE, request_id[:8])
-        deadline = now + timeout_s
-        return cls(request_id, model, prompt_token_ids, sampling, priority, now, deadline, machine, vocab_size)
+    def new(cls, asked: GenerateRequest, vocab_size: int, now: float) -> "Request":
+        """A request that was just accepted."""
+        machine = Machine(REQUEST_TABLE, asked.request_id[:8])
+        return cls(asked.request_id, asked.spec, now, now + asked.timeout_s, machine, vocab_size)
 
     def spec_now(self) -> RequestSpec:
-        """The facts of the request with what the worker holds by now."""
-        return RequestSpec(
-            model=self.model,
-            prompt_token_ids=self.prompt_token_ids,
-            output_token_ids=self.output_token_ids[:],
-            sampling=self.sampling,
-            priority=self.priority,
-            times_preempted=self.times_preempted,
+        """The facts of the request with the output that the worker has received."""
+        return msgspec.structs.replace(
+            self.spec, output_token_ids=self.output_token_ids[:], times_preempted=self.times_preempted
         )
 
     @property
@@ -188,12 +172,12 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens and known output tokens: what an attempt placed now starts with."""
-        return len(self.prompt_token_ids) + self.next_index
+        return len(self.spec.prompt_token_ids) + self.next_index
 
     @property
     def most_tokens(self) -> int:
         """Longest possible prompt and output together."""
-        return len(self.prompt_token_ids) + self.sampling.max_new_tokens
+        return len(self.spec.prompt_token_ids) + self.spec.sampling.max_new_tokens
 
     def fits(self, model: ModelInfo, source: TokenSource) -> bool:
         """Whether such a node can do all of the request: it has the length and the vocabulary, and after known output
@@ -251,5 +235,5 @@ class Request:
             raise InvariantError(
                 f"request {self.request_id} has no attempt and is {self.state.name} with {self.placement}"
             )
-        if self.next_index > self.sampling.max_new_tokens:
+        if self.next_index > self.spec.sampling.max_new_tokens:
             raise InvariantError(f"request {self.request_id} has more output tokens than max_new_tokens")

@@ -67,17 +67,14 @@ class RequestTable:
         """Requests for the model (for any) that wait for their first pair of nodes."""
         for request_id in self._waiting:
             request = self.by_id[request_id]
-            if request.is_new and model in (None, request.model):
+            if request.is_new and model in (None, request.spec.model):
                 yield request
 
     # -- placing
 
     def accept(self, asked: GenerateRequest, vocab_size: int, now: float) -> list[Effect]:
         """Add an admitted request; its ids were checked against `vocab_size`."""
-        request = Request.new(
-            asked.request_id, asked.model, asked.prompt_token_ids, asked.sampling, asked.priority, now, asked.timeout_s,
-            vocab_size,
-        )  # fmt: skip
+        request = Request.new(asked, vocab_size, now)
         self.by_id[request.request_id] = request
         heapq.heappush(self._deadlines, (request.deadline, request.request_id))
         self._compact()
@@ -156,7 +153,7 @@ class RequestTable:
         request.machine.move(RequestEvent.END, now)
         del self.by_id[request.request_id]
         self._waiting.pop(request.request_id, None)
-        usage = Usage(len(request.prompt_token_ids), request.next_index, request.cached_tokens)
+        usage = Usage(len(request.spec.prompt_token_ids), request.next_index, request.cached_tokens)
         end = EndEvent(outcome, usage, request.prefill_name, request.decode_name, error, request.attempt)
         return [*effects, FinishRequest(request.request_id, end)]
 
@@ -194,16 +191,16 @@ class RequestTable:
         blocked: set[str] = set()
         unserved: set[str] = set()
         for request in sorted(due, key=lambda r: r.accepted_at):
-            if request.model in unserved or (request.model in blocked and not request.is_new):
+            if request.spec.model in unserved or (request.spec.model in blocked and not request.is_new):
                 continue
             full = budget.full_for(request)
             effects += self._try_place(request, now, full)
             if request.state is RequestState.PLACED:
                 budget.note(request)
-            elif self.placer.not_ready_reason(request.model) is not None:
-                unserved.add(request.model)
+            elif self.placer.not_ready_reason(request.spec.model) is not None:
+                unserved.add(request.spec.model)
             elif full and self.placer.unplaceable_reason(request) is None:
-                blocked.add(request.model)
+                blocked.add(request.spec.model)
         return effects
 
     def _refuse_overdue(self, now: float) -> list[Effect]:
@@ -223,7 +220,7 @@ class RequestTable:
             if request.is_new or now - request.waiting_since < self.timers.stranded_wait_s:
                 continue
             reason = self.placer.unplaceable_reason(request)
-            if reason is not None and self.placer.not_ready_reason(request.model) is None:
+            if reason is not None and self.placer.not_ready_reason(request.spec.model) is None:
                 effects += self.end(request, "error", UnavailableError(reason), now, "stranded")
         return effects
 

@@ -93,11 +93,11 @@ class RouterCore:
 
         If no nodes can serve it now, it waits `new_wait_s` for them and then ends with UnavailableError.
         """
-        reason = self.not_ready_reason(asked.model)
-        if reason is not None and not self._may_wait(asked.model):
+        reason = self.not_ready_reason(asked.spec.model)
+        if reason is not None and not self._may_wait(asked.spec.model):
             raise UnavailableError(reason)
         self._check_queue(asked)
-        return self._table.accept(asked, self.models[asked.model].vocab_size, now)
+        return self._table.accept(asked, self.models[asked.spec.model].vocab_size, now)
 
     def _may_wait(self, model: str) -> bool:
         """Whether to wait for nodes: some served the model before, and this worker is not draining."""
@@ -105,11 +105,11 @@ class RouterCore:
 
     def _check_queue(self, asked: GenerateRequest) -> None:
         # Requests that wait here count as if they were at the least busy node already.
-        new = list(self._table.new_requests(asked.model))
+        new = list(self._table.new_requests(asked.spec.model))
         if len(new) >= self.limits.queued_requests:
             raise OverloadedError(f"{len(new)} requests are already waiting (the limit); try again later")
-        waiting = self.placer.least_waiting_tokens(asked.model) + sum(request.num_tokens for request in new)
-        if waiting and waiting + len(asked.prompt_token_ids) > self.limits.queued_tokens:
+        waiting = self.placer.least_waiting_tokens(asked.spec.model) + sum(request.num_tokens for request in new)
+        if waiting and waiting + len(asked.spec.prompt_token_ids) > self.limits.queued_tokens:
             limit = self.limits.queued_tokens
             raise OverloadedError(f"{waiting} prompt tokens are already waiting (limit {limit}); try again later")
 

@@ -15,7 +15,7 @@ class Generation:
     ) -> None:
         self.num_tokens = 0
         """Tokens passed on so far."""
-        self._model = request.model
+        self._model = request.spec.model
         self._stream = stream
         self._events = stream.__aiter__()
         self._exchange = exchange
@@ -23,7 +23,7 @@ class Generation:
         self._clock = clock
         self._first_token_s: float | None = None
         self._ended = False
-        metrics.submitted(request.model)
+        metrics.submitted(request.spec.model)
 
     async def next_event(self) -> StreamEvent:
         """Wait for the next event; nothing follows the EndEvent.

@@ -5,6 +5,7 @@ vocabulary, length. `null` means absent, and unknown keys are ignored. Error tex
 """
 
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
@@ -14,6 +15,7 @@ import orjson
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.model_info import ModelInfo
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.router.api import GenerateRequest
 from kvferry.router.http.json_body.faults import describe_value
 from kvferry.router.http.json_body.long_arrays import ParsedTokenIds
@@ -86,10 +88,13 @@ def check_infer(
         raise RequestInvalidError(f"inputs[0].shape: n must be at most {longest} for this model, got {num_ids}")
     request = GenerateRequest(
         request_id=request_id,
-        model=model.name,
-        prompt_token_ids=ids.ids,
-        sampling=parameters.resolve(model, num_ids, max_iter_times, seed),
-        priority=parameters.priority or DEFAULT_PRIORITY,
+        spec=RequestSpec(
+            model=model.name,
+            prompt_token_ids=ids.ids,
+            output_token_ids=array("I"),
+            sampling=parameters.resolve(model, num_ids, max_iter_times, seed),
+            priority=parameters.priority or DEFAULT_PRIORITY,
+        ),
         timeout_s=float(parameters.timeout_s or DEFAULT_TIMEOUT_S),
         client_id=client_id or "",
     )

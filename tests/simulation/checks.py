@@ -57,7 +57,7 @@ class StreamJudge:
 
     def __post_init__(self) -> None:
         request = self.stream.request
-        ids, sampling = request.prompt_token_ids, request.sampling
+        ids, sampling = request.spec.prompt_token_ids, request.spec.sampling
         self.possible = [undisturbed(ids, sampling, weights) for weights in sorted(self.weights)]
 
     @property
@@ -115,7 +115,7 @@ class StreamJudge:
             return  # its nodes did not come back, and others cannot go on with it
         if self.stream.token_ids:
             raise Violation(f"{self._who} is refused after {len(self.stream.token_ids)} tokens")
-        if core.not_ready_reason(self.stream.request.model) is None:
+        if core.not_ready_reason(self.stream.request.spec.model) is None:
             raise Violation(f"{self._who} is refused although nodes can serve it")
         if not -1e-6 < waited_s - core.timers.new_wait_s < self.slack_s:
             raise Violation(f"{self._who} waited {waited_s:.2f} s for nodes and not {core.timers.new_wait_s:g}")

@@ -46,8 +46,8 @@ class Script:
 
 def expected_token(request: GenerateRequest, index: int) -> int:
     """The token that the fake generates: a function of prompt, seed and absolute position."""
-    position = len(request.prompt_token_ids) + index
-    text = request.prompt_token_ids.tobytes() + b"%d,%d" % (request.sampling.seed, position)
+    position = len(request.spec.prompt_token_ids) + index
+    text = request.spec.prompt_token_ids.tobytes() + b"%d,%d" % (request.spec.sampling.seed, position)
     return zlib.crc32(text) % MODEL.vocab_size
 
 
@@ -81,7 +81,7 @@ class FakeStream:
 
     async def _events(self) -> AsyncIterator[StreamEvent]:
         script, index = self._script, 0
-        last = self.request.sampling.max_new_tokens
+        last = self.request.spec.sampling.max_new_tokens
         if script.end_after is not None:
             last = min(last, script.end_after)
         while index < last:
@@ -109,7 +109,7 @@ class FakeStream:
 
     def _end(self, outcome: Outcome, num_tokens: int, error: Exception | None) -> EndEvent:
         self.ended = True
-        return EndEvent(outcome, Usage(len(self.request.prompt_token_ids), num_tokens, 1), "p0", "d0", error)
+        return EndEvent(outcome, Usage(len(self.request.spec.prompt_token_ids), num_tokens, 1), "p0", "d0", error)
 
 
 @dataclass

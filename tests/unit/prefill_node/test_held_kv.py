@@ -32,9 +32,9 @@ from kvferry.common.protocol.messages import (
     Welcome,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.request import RequestState
 from kvferry.router.core.router_core import RouterCore
+from tests.support.generate_request import generate_request
 from tests.support.prefill_bench import DECODES, MODEL, WORKER, PrefillBench, request, said
 from tests.support.role_context import COMPATIBILITY, SELF_ID
 
@@ -108,7 +108,7 @@ def pair():
     """A request whose prompt is computed and that no decode node took."""
     pair = Pair()
     pair.router.handle(Tick(), 0.0)
-    asked = GenerateRequest(
+    asked = generate_request(
         request(1), "m", array("I", range(6)), SamplingParams(max_new_tokens=4), timeout_s=60.0, priority=3
     )
     pair.follow(pair.router.submit(asked, 0.1), 0.1)

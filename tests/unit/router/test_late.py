@@ -28,6 +28,7 @@ from kvferry.common.transport.options import SocketOptions
 from kvferry.router.api import EndEvent, GenerateRequest, TokensEvent
 from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.eventually import eventually
+from tests.support.generate_request import generate_request
 from tests.support.transport import transport_context
 
 REQUEST = RequestId("a" * 32)
@@ -73,7 +74,7 @@ async def running(clock: ManualClock) -> AsyncIterator[tuple[RouterService, Node
 
 
 def request(timeout_s: float) -> GenerateRequest:
-    return GenerateRequest(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
+    return generate_request(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
 
 
 @pytest.mark.rule(9)

@@ -21,10 +21,10 @@ from kvferry.common.cluster.events import (
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Heartbeat, Job, Status
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import FinishRequest
 from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import Request, RequestState
+from tests.support.generate_request import generate_request
 from tests.unit.router.core.test_router import DECODE, PREFILL, REQUEST, Bench, ends, sent
 
 NODES = ((PREFILL, "prefill"), (DECODE, "decode"))
@@ -53,7 +53,7 @@ def submit(bench: Bench, number: int, now: float, tokens: int = 3, timeout_s: fl
     sampling = SamplingParams(max_new_tokens=4)
     request_id = RequestId(f"{number:032x}")
     return bench.core.submit(
-        GenerateRequest(request_id, model, array("I", [1] * tokens), sampling, timeout_s=timeout_s), now
+        generate_request(request_id, model, array("I", [1] * tokens), sampling, timeout_s=timeout_s), now
     )
 
 

@@ -22,9 +22,9 @@ from kvferry.common.protocol.model_info import (
     ModelInfo,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import Effect, FinishRequest
 from kvferry.router.core.router_core import RouterCore
+from tests.support.generate_request import generate_request
 
 SELF_ID = Incarnation("f" * 32)
 REQUEST = RequestId("a" * 32)
@@ -64,7 +64,7 @@ class Bench:
 
     def submit(self, max_new_tokens: int = 4, ids: tuple[int, ...] = (1, 2, 3)) -> list[Effect]:
         sampling = SamplingParams(max_new_tokens=max_new_tokens)
-        return self.core.submit(GenerateRequest(REQUEST, "m", array("I", ids), sampling, timeout_s=60.0), self.now)
+        return self.core.submit(generate_request(REQUEST, "m", array("I", ids), sampling, timeout_s=60.0), self.now)
 
     def ticks(self, until: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -134,7 +134,7 @@ def test_a_stream_that_cannot_continue_does_not_block_other_requests_of_its_mode
     start(bench)
     bench.node("new", weights="new")
     bench.die("old")
-    other = GenerateRequest(RequestId("b" * 32), "m", array("I", [1]), SamplingParams(max_new_tokens=1))
+    other = generate_request(RequestId("b" * 32), "m", array("I", [1]), SamplingParams(max_new_tokens=1))
     assert jobs(bench.core.submit(other, bench.now)) == [bench.nodes["new"]]
     assert jobs([*bench.die("new"), *bench.ticks(bench.now + 0.5)]) == []
     bench.node("newer", weights="new")

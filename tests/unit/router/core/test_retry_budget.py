@@ -13,9 +13,9 @@ from kvferry.common.cluster.events import Tick
 from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import Gone, HandedOver, HandoverFailed, Job, Status
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import FinishRequest
 from kvferry.router.core.request import RequestState
+from tests.support.generate_request import generate_request
 from tests.unit.router.core.test_router import DECODE, PREFILL, Bench
 
 BOUND = 20
@@ -36,7 +36,7 @@ def rid(number: int) -> RequestId:
 
 def submit(bench: Bench, number: int, now: float, tokens: int = 8, timeout_s: float = 60.0):
     sampling = SamplingParams(max_new_tokens=4)
-    asked = GenerateRequest(rid(number), "m", array("I", [1] * tokens), sampling, timeout_s=timeout_s)
+    asked = generate_request(rid(number), "m", array("I", [1] * tokens), sampling, timeout_s=timeout_s)
     return bench.core.submit(asked, now)
 
 

@@ -35,9 +35,9 @@ from kvferry.common.protocol.model_info import (
     ModelInfo,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import Deliver, FinishRequest
 from kvferry.router.core.router_core import RouterCore
+from tests.support.generate_request import generate_request
 
 SELF_ID, PREFILL, DECODE = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 REQUEST = RequestId("a" * 32)
@@ -73,7 +73,7 @@ class Bench:
         return effects
 
     def submit(self, now: float = 0.1):
-        asked = GenerateRequest(REQUEST, "m", array("I", [1, 2, 3]), SamplingParams(max_new_tokens=4), timeout_s=30.0)
+        asked = generate_request(REQUEST, "m", array("I", [1, 2, 3]), SamplingParams(max_new_tokens=4), timeout_s=30.0)
         return self.core.submit(asked, now)
 
     def hand_over(self, now: float = 0.2):
@@ -234,7 +234,7 @@ def test_a_request_times_out_at_its_deadline(bench):
 
 def test_deadlines_of_ended_requests_do_not_accumulate(bench):
     for number in range(2000):
-        asked = GenerateRequest(
+        asked = generate_request(
             RequestId(f"{number:032x}"), "m", array("I", [1]), SamplingParams(max_new_tokens=4), timeout_s=600.0
         )
         bench.core.submit(asked, 0.1)

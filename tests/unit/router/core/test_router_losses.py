@@ -45,9 +45,9 @@ from kvferry.common.protocol.messages import (
     WrongIncarnation,
 )
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.request import RequestState
 from kvferry.router.core.router_core import RouterCore
+from tests.support.generate_request import generate_request
 from tests.unit.router.core.test_router import DECODE, PREFILL, REQUEST, Bench, delivered, ends, sent
 
 UNKNOWN = Incarnation("9" * 32)
@@ -104,7 +104,7 @@ def welcome_of(bench: Bench) -> Welcome:
 
 def test_without_nodes_a_request_is_refused_before_it_starts():
     core = RouterCore("w", Timers(), Limits(), random.Random(0))
-    asked = GenerateRequest(REQUEST, "m", array("I", [1]), SamplingParams(max_new_tokens=4))
+    asked = generate_request(REQUEST, "m", array("I", [1]), SamplingParams(max_new_tokens=4))
     with pytest.raises(UnavailableError, match="no prefill node"):
         core.submit(asked, 0.1)
     assert core.is_quiescent()

@@ -11,14 +11,15 @@ from kvferry.common.base.clock import ManualClock
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, Usage
+from kvferry.router.api import EndEvent, StreamEvent, TokensEvent, Usage
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.generation import Generation
 from kvferry.router.http.json_body.faults import describe_value
 from kvferry.router.http.metrics import RouterMetrics
+from tests.support.generate_request import generate_request
 
 END = EndEvent("length", Usage(3, 2))
-REQUEST = GenerateRequest(RequestId("0" * 32), "m", array("I", [5, 6, 7]), SamplingParams(max_new_tokens=2))
+REQUEST = generate_request(RequestId("0" * 32), "m", array("I", [5, 6, 7]), SamplingParams(max_new_tokens=2))
 
 
 class ListStream:
