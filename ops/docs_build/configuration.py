@@ -1,6 +1,6 @@
 """Writes `ops/docs/configuration.md` from the docstrings of the configuration types.
 
-`python -m kvferry.ops.docs_build.configuration` writes the file; `--check` only reports whether it is out of date.
+`python -m kvferry.ops.docs_build.configuration` writes the file; with `--check` it only checks whether the file is so.
 """
 
 import argparse
@@ -17,20 +17,21 @@ TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """\
 # Configuration
 
-Made from the docstrings in `common/config`. Change those, then run `python -m kvferry.ops.docs_build.configuration`.
+Generated from the docstrings in `common/config`. Edit those, then run `python -m kvferry.ops.docs_build.configuration`.
 
-One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A missing key
-has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may be
-repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` prints the result
-as a file that can be used again. Unknown keys and wrong types are refused, with the nearest known key.
+One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A key that is
+not set has its default; a default given as "derived" is described with the key. `--set section.key=value` (TOML syntax;
+plain words need no quotes) overrides the file and may be repeated. Options such as `--port` override one key each, and
+`--set` overrides them. `--print-config` prints the resulting configuration as a file that can be used again. Unknown
+keys and wrong types are errors that name the nearest valid key.
 
-Names carry units: `_s` seconds, `_bytes` bytes, `_share` a fraction from 0 to 1.
+Units are in the names: `_s` is seconds, `_bytes` bytes, `_share` a fraction from 0 to 1.
 """
 
 _MINDIE_HEAD = """\
 ## For users of MindIE
 
-MindIE's settings and their keys here:
+MindIE's keys and their counterparts here:
 
 | MindIE | here | remark |
 | --- | --- | --- |
@@ -48,17 +49,17 @@ _MINDIE_ROWS = (
     ("maxPrefillBatchSize", "`prefill.max_running`", ""),
     ("maxBatchSize", "`decode.max_running`", ""),
     ("cacheBlockSize", "`node.block_size`", "128 there, 16 here; a device may round it up"),
-    ("maxPreemptCount", "`limits.max_preempt`", "per request here"),
+    ("maxPreemptCount", "`limits.max_preemptions`", "per request here"),
     ("npuMemSize", "`node.kv_cache_bytes`", "bytes here, GB there"),
     (
         "npuDeviceIds",
         "`model.device`, `prefill.device_index`, `decode.device_index`, `colocated.device_index`",
-        "the kind of device, and the index of a node's first device; further ranks use the following ones",
+        "the kind of device, and which of several a node takes; its further ranks take those after it",
     ),
     ("ipAddress, port", "`router.host`, `router.port`", "1025 in both"),
     ("managementPort, metricsPort", "-", "health and metrics are served on `router.port`"),
     ("maxLinkNum", "`limits.queued_requests`, `limits.queued_tokens`", "bounds per prefill node; beyond them 429"),
-    ("kv_trans_timeout", "`timers.piece_idle_s`, `timers.commit_wait_s`", ""),
+    ("kv_trans_timeout", "`timers.piece_idle_timeout_s`, `timers.commit_timeout_s`", ""),
     ("kv_link_timeout", "`timers.link_timeout_s`", ""),
     ("max_retry", "`limits.max_attempts`", "5 in both"),
     ("heartbeat", "`timers.heartbeat_s`", "0.5 s here, 1 s there"),
@@ -79,21 +80,21 @@ def configuration_page() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page, or compare it; returns 1 when it differs."""
+    """Write the page, or compare it; 1 when it differs."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.ops.docs_build.configuration", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing")
     page = configuration_page()
     if not parser.parse_args(argv).check:
         TARGET.write_text(page, encoding="utf-8")
         return 0
     if TARGET.is_file() and TARGET.read_text(encoding="utf-8") == page:
         return 0
-    sys.stderr.write(f"{TARGET.name} is out of date: run python -m kvferry.ops.docs_build.configuration\n")
+    sys.stderr.write(f"{TARGET.name} is not up to date: run python -m kvferry.ops.docs_build.configuration\n")
     return 1
 
 
 def _row(key: KeyDoc) -> str:
-    default = "computed" if key.default is None else f"`{toml_value(key.default)}`"
+    default = "derived" if key.default is None else f"`{toml_value(key.default)}`"
     return f"| `{key.section}.{key.name}` | {key.type} | {default} | {key.text} |"
 
 
