@@ -96,9 +96,9 @@ class CommitHandler:
         """
         if entry.state is not ReceiveState.OWNED or entry.ledger is None or entry.commit is None:
             return []
-        patience_s = self.timers.piece_idle_s
+        patience_s = self.timers.piece_idle_timeout_s
         if self._sender_is_gone(entry):
-            patience_s = min(patience_s, self.timers.client_silent_s)
+            patience_s = min(patience_s, self.timers.client_timeout_s)
         if now - entry.ledger.last_arrival <= patience_s:
             return []
         return self._ask_again(entry, entry.ledger.missing(entry.commit), "pieces did not come", now)

@@ -73,7 +73,7 @@ class DecodeRole:
     _commits: CommitHandler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.staging = StagingSlots(self.num_staging_slots, self.limits.slots_per_transfer, self.timers)
+        self.staging = StagingSlots(self.num_staging_slots, self.limits.staging_slots_per_transfer, self.timers)
         self.entries = EntryTable(self.scheduler, self.staging)
         self._reservations = Reservations(self.entries, self.timers, self.limits, self.num_layers, self.clients)
         self._commits = CommitHandler(self.entries, self.scheduler, self.timers, self.clients)

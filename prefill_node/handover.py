@@ -268,14 +268,14 @@ class HandoverSender:
     def tick(self, now: float, *, target_up: bool) -> list[Action]:
         """Repeat what was not answered; give up what waited too long."""
         since = now - self._asked_at
-        if self.state is SendState.ASKING and (since > self.timers.answer_wait_s or self._target_is_gone):
+        if self.state is SendState.ASKING and (since > self.timers.reserve_timeout_s or self._target_is_gone):
             return self.ask(now)
         if self.state is SendState.QUEUED and since > self.timers.queued_wait_s and self._has_other:
             self.failure = "no_room"
             return self.ask(now)
-        if self.state is SendState.COMMITTING and since > self.timers.commit_wait_s:
+        if self.state is SendState.COMMITTING and since > self.timers.commit_timeout_s:
             return self._fail("commit_unanswered", now)
-        patience_s = self.timers.queued_wait_s if self.state is SendState.QUEUED else self.timers.repeat_s
+        patience_s = self.timers.queued_wait_s if self.state is SendState.QUEUED else self.timers.retransmit_s
         repeat = target_up and now - self._sent_at >= patience_s
         if repeat and self.state in (SendState.ASKING, SendState.QUEUED):
             return self._send_reserve(now)

@@ -172,7 +172,7 @@ class PrefillRole:
             return True
         ungranted = self.jobs.ungranted_blocks
         want = -(-(len(spec.token_ids) + 1) // self.block_size)
-        return ungranted == 0 or ungranted + want <= self.limits.ungranted_share * self.num_blocks
+        return ungranted == 0 or ungranted + want <= self.limits.unreserved_prompt_share * self.num_blocks
 
     def wants_layers(self, plan: StepBatch) -> bool:
         """Report layers when something of this step is to be ferried."""

@@ -57,7 +57,7 @@ class ReservationPauses:
     """Watches jobs that are being computed."""
 
     scheduler: Scheduler
-    pause_release_s: float
+    paused_reservation_s: float
 
     def tick(self, job: PrefillJob, now: float) -> list[Action]:
         """Give the reservation back of a job that has had no chunk under way for too long."""
@@ -67,7 +67,7 @@ class ReservationPauses:
             job.paused_since = None
         elif job.paused_since is None:
             job.paused_since = now
-        elif now - job.paused_since > self.pause_release_s:
+        elif now - job.paused_since > self.paused_reservation_s:
             released = job.sender.release(now)
             job.num_releases += bool(released)
             return released
@@ -109,7 +109,7 @@ class HandoverManager:
     """Steps in flight whose layers are reported."""
 
     def __post_init__(self) -> None:
-        self._pauses = ReservationPauses(self.scheduler, self.timers.pause_release_s)
+        self._pauses = ReservationPauses(self.scheduler, self.timers.paused_reservation_s)
 
     # -- what the engine does
 
@@ -248,7 +248,7 @@ class HandoverManager:
     def _keep_blocks(self, job: PrefillJob, now: float) -> None:
         """After the hand-over pieces may be asked for again: for so long after anything was heard or sent of them."""
         if job.state is JobState.HANDED:
-            job.until = now + 2 * self.timers.piece_idle_s
+            job.until = now + 2 * self.timers.piece_idle_timeout_s
 
     # -- what transport, links and decode nodes say
 

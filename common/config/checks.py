@@ -17,15 +17,19 @@ from kvferry.common.config.resolve import node_counts, resolve_node
 from kvferry.common.config.schema import NODE_KINDS, ClusterConfig, RoleConfig
 from kvferry.common.config.toml import quote
 
-_MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_wait_s"}
+_MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_request_wait_s"}
 _IN_ORDER = (
     ("heartbeat_s", "suspect_s"),
     ("suspect_s", "dead_after_s"),
-    ("heartbeat_s", "client_silent_s"),
+    ("heartbeat_s", "client_timeout_s"),
     ("engine_stall_s", "engine_stall_exit_s"),
     ("link_heartbeat_s", "link_timeout_s"),
 )
-_NOT_ABOVE = (("backoff_min_s", "backoff_max_s"), ("reconnect_min_s", "reconnect_max_s"), ("repeat_s", "commit_wait_s"))
+_NOT_ABOVE = (
+    ("backoff_min_s", "backoff_max_s"),
+    ("reconnect_min_s", "reconnect_max_s"),
+    ("retransmit_s", "commit_timeout_s"),
+)
 
 
 _LONGEST_S = 1e9
@@ -66,9 +70,11 @@ def check_config(config: ClusterConfig) -> None:
         raise ConfigError("model.name: begins or ends with white space")
     _check_timers(config.timers)
     _check_limits(config.limits)
-    if config.limits.job_ids_max_bytes < _ID_BYTES * config.node.max_model_len:
+    if config.limits.job_token_ids_max_bytes < _ID_BYTES * config.node.max_model_len:
         least = _ID_BYTES * config.node.max_model_len
-        raise ConfigError(f"limits.job_ids_max_bytes: expected at least {least}, {_ID_BYTES} a token of max_model_len")
+        raise ConfigError(
+            f"limits.job_token_ids_max_bytes: expected at least {least}, {_ID_BYTES} a token of max_model_len"
+        )
     if config.serve.restart_min_s > config.serve.restart_max_s:
         raise ConfigError("serve.restart_min_s: must not be above serve.restart_max_s")
     _check_counts(config)

@@ -15,9 +15,9 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Silence after which a node gets no new work."""
     dead_after_s: float = 2.5
     """Silence on the needed link after which a node counts as dead."""
-    client_silent_s: float = 3.0
+    client_timeout_s: float = 3.0
     """Silence of a client after which a node frees everything of it."""
-    worker_link_s: float = 2.0
+    worker_timeout_s: float = 2.0
     """A decode node refuses a reservation for a worker that it has not heard for this long."""
     late_tick_s: float = 0.5
     """A process whose own tick comes this late first drains its inbox, and to no silence counts more than a beat."""
@@ -25,24 +25,24 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Work waiting, and no engine step nor, in a long one, a layer for this long: the node counts as dead."""
     engine_stall_exit_s: float = 30.0
     """After this the node's control thread ends its own process."""
-    answer_wait_s: float = 1.0
+    reserve_timeout_s: float = 1.0
     """Without an answer to Reserve: next candidate."""
     queued_wait_s: float = 5.0
     """After Queued: next candidate, if there is one. Without one the place in the queue is kept, and asked about again
     after as long."""
-    grant_idle_s: float = 5.0
+    grant_idle_timeout_s: float = 5.0
     """While others wait for room: a grant for which no piece came for this long is taken back."""
-    repeat_s: float = 0.5
+    retransmit_s: float = 0.5
     """Between repetitions of Reserve and of Commit."""
-    commit_wait_s: float = 5.0
+    commit_timeout_s: float = 5.0
     """Commit unanswered for this long: the hand-over failed."""
-    piece_idle_s: float = 5.0
+    piece_idle_timeout_s: float = 5.0
     """Committed, and no piece came for this long: the missing ones are asked for once, then the request is lost."""
     quarantine_s: float = 6.0
     """Transport timeout + 1 s: how long an unconfirmed staging slot of a one-sided transport rests."""
     retain_s: float = 10.0
     """How long computed KV is kept after a failed hand-over."""
-    pause_release_s: float = 2.0
+    paused_reservation_s: float = 2.0
     """A prefill paused for longer gives its reservation back."""
     swap_wait_s: float = 2.0
     """A request that was swapped to the host's memory and finds no room on the device for this long is given back."""
@@ -60,9 +60,9 @@ class Timers(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long a draining node finishes what it has."""
     worker_drain_s: float = 600.0
     """How long a draining router worker lets streams finish."""
-    new_wait_s: float = 2.0
+    new_request_wait_s: float = 2.0
     """How long a new request waits for nodes that can serve it, before it is refused with 503; 0: not at all."""
-    stranded_wait_s: float = 30.0
+    migration_wait_s: float = 30.0
     """How long a request that holds tokens waits for nodes with the weights that drew them, while only others serve its
     model's name, before it ends with 503."""
     resolve_s: float = 5.0
@@ -86,9 +86,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Losses in a row, without a new token from a decode node, at which a request ends."""
     crash_limit: int = 2
     """A request that was running at this many crashes ends: it may be their cause."""
-    max_preempt: int = 3
+    max_preemptions: int = 3
     """How often decode may give one request back."""
-    ungranted_share: float = 0.25
+    unreserved_prompt_share: float = 0.25
     """Share of the prefill blocks that computed, not yet granted prompts may hold."""
     reserved_share: float = 0.5
     """Share of the decode blocks that uncommitted reservations may hold."""
@@ -100,13 +100,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Hand-overs to one decode node whose pieces may be under way at once."""
     transfers_per_node: int = 16
     """Hand-overs of one prefill node whose pieces may be under way at once."""
-    slots_per_transfer: int = 8
+    staging_slots_per_transfer: int = 8
     """Staging slots that one hand-over gets at most."""
     control_high_water: int = 1000
     """ZeroMQ's high-water mark for messages that leave a control socket."""
     outbox_messages: int = 10000
     """Messages kept for a peer that is full; beyond it the link counts as down."""
-    job_ids_max_bytes: int = 4_194_304
+    job_token_ids_max_bytes: int = 4_194_304
     """Token ids in one Job."""
     header_max_bytes: int = 8_388_608
     """One JSON header."""
@@ -120,5 +120,5 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Requests a prefill node lets wait."""
     queued_tokens: int = 1_048_576
     """Prompt tokens a prefill node lets wait."""
-    retry_tokens: int = 65_536
+    retry_tokens_per_node: int = 65_536
     """Tokens of requests planned again that a router worker has at one prefill node at a time; the rest waits in it."""

@@ -44,7 +44,7 @@ class NodeSettings:
     max_running: int
     steps_in_flight: int | None
     """As configured; None: by the device."""
-    graph_batches: tuple[int, ...]
+    graph_batch_sizes: tuple[int, ...]
     """None above max_running; empty where nothing decodes."""
     prefix_cache: bool
     checksum: bool
@@ -92,7 +92,7 @@ def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> Node
         max_step_tokens=max_step_tokens,
         max_running=max_running,
         steps_in_flight=node.steps_in_flight,
-        graph_batches=() if role == "prefill" else _graph_batches(node.graph_batches, max_running),
+        graph_batch_sizes=() if role == "prefill" else _graph_batch_sizes(node.graph_batch_sizes, max_running),
         prefix_cache=node.prefix_cache,
         checksum=node.checksum,
         kv_transports=node.kv_transports,
@@ -101,7 +101,7 @@ def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> Node
     )
 
 
-def _graph_batches(configured: tuple[int, ...] | None, max_running: int) -> tuple[int, ...]:
+def _graph_batch_sizes(configured: tuple[int, ...] | None, max_running: int) -> tuple[int, ...]:
     if configured is not None:
         return tuple(number for number in configured if number <= max_running)
     powers = (1 << exponent for exponent in range(max_running.bit_length()))

@@ -141,7 +141,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Steps that the engine has been given at a time. 2: the next one is planned while one is computed, so that the
     engine never waits for the node's other work; a request that comes then waits for one step more. Worked out: 1 on a
     CPU, 2 on other devices."""
-    graph_batches: tuple[Positive, ...] | None = None
+    graph_batch_sizes: tuple[Positive, ...] | None = None
     """Numbers of sequences for which a step that only decodes is recorded at the start and replayed as a whole (CUDA
     graphs, and the NPU's), filled up to the next number; other steps are started kernel by kernel. Worked out: 1, 2, 4
     and so on up to max_running. Empty: nothing is recorded. Without effect on a CPU, on prefill nodes, with
@@ -215,7 +215,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Decode nodes to start. Worked out: 1, or 0 where serve.colocated is above 0."""
     colocated: Count = 0
     """Nodes to start that both compute prompts and generate: nothing is ferried for what such a node computes."""
-    stop_bound_s: Seconds = 30.0
+    stop_timeout_s: Seconds = 30.0
     """How long an orderly stop lets requests finish, per stage: router, then prefill, then decode. Caps
     timers.worker_drain_s and timers.node_drain_s."""
     restart_min_s: Seconds = 0.5

@@ -209,7 +209,7 @@ class NodeBuilder:
             max_running=settings.max_running,
             max_steps_in_flight=settings.steps_in_flight or (1 if self._device.name == "cpu" else 2),
             aging_s=timers.aging_s,
-            max_preempt=limits.max_preempt,
+            max_preemptions=limits.max_preemptions,
             swap_wait_s=timers.swap_wait_s,
             reserved_share=limits.reserved_share,
             watermark_blocks_share=limits.watermark_blocks_share,

@@ -54,7 +54,7 @@ class SocketOptions:
         """For control sockets."""
         return cls(
             high_water=limits.control_high_water,
-            max_frame_bytes=max(limits.header_max_bytes, limits.job_ids_max_bytes) + OVERHEAD_BYTES,
+            max_frame_bytes=max(limits.header_max_bytes, limits.job_token_ids_max_bytes) + OVERHEAD_BYTES,
             outbox_messages=limits.outbox_messages,
             heartbeat_s=timers.link_heartbeat_s,
             heartbeat_timeout_s=timers.link_timeout_s,

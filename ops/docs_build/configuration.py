@@ -48,7 +48,7 @@ _MINDIE_ROWS = (
     ("maxPrefillBatchSize", "`prefill.max_running`", ""),
     ("maxBatchSize", "`decode.max_running`", ""),
     ("cacheBlockSize", "`node.block_size`", "128 there, 16 here; a device may round it up"),
-    ("maxPreemptCount", "`limits.max_preempt`", "per request here"),
+    ("maxPreemptCount", "`limits.max_preemptions`", "per request here"),
     ("npuMemSize", "`node.kv_cache_bytes`", "bytes here, GB there"),
     (
         "npuDeviceIds",
@@ -58,7 +58,7 @@ _MINDIE_ROWS = (
     ("ipAddress, port", "`router.host`, `router.port`", "1025 in both"),
     ("managementPort, metricsPort", "-", "health and metrics are served on `router.port`"),
     ("maxLinkNum", "`limits.queued_requests`, `limits.queued_tokens`", "bounds per prefill node; beyond them 429"),
-    ("kv_trans_timeout", "`timers.piece_idle_s`, `timers.commit_wait_s`", ""),
+    ("kv_trans_timeout", "`timers.piece_idle_timeout_s`, `timers.commit_timeout_s`", ""),
     ("kv_link_timeout", "`timers.link_timeout_s`", ""),
     ("max_retry", "`limits.max_attempts`", "5 in both"),
     ("heartbeat", "`timers.heartbeat_s`", "0.5 s here, 1 s there"),

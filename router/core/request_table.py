@@ -190,7 +190,7 @@ class RequestTable:
         if not due:
             return []
         effects: list[Effect] = []
-        budget = RetryBudget.of(self.by_id.values(), self.limits.retry_tokens)
+        budget = RetryBudget.of(self.by_id.values(), self.limits.retry_tokens_per_node)
         held_up: set[str] = set()
         unserved: set[str] = set()
         for request in sorted(due, key=lambda r: r.accepted_at):
@@ -210,7 +210,7 @@ class RequestTable:
         """No nodes came in time. Asked after plans were tried: who could be served now is not here any more."""
         effects: list[Effect] = []
         for request in list(self.new_ones()):
-            if now - request.accepted_at >= self.timers.new_wait_s:
+            if now - request.accepted_at >= self.timers.new_request_wait_s:
                 error = UnavailableError(self.planner.reason_for(request) or "no node took it in time")
                 effects += self.end(request, "error", error, now, "no node")
         return effects
@@ -219,7 +219,7 @@ class RequestTable:
         """Its name is served, but not by nodes that can go on with what was begun, and those did not come back."""
         effects: list[Effect] = []
         for request in [self.by_id[request_id] for request_id in self._waiting]:
-            if request.is_new or now - request.waiting_since < self.timers.stranded_wait_s:
+            if request.is_new or now - request.waiting_since < self.timers.migration_wait_s:
                 continue
             reason = self.planner.reason_for(request)
             if reason is not None and self.planner.serving_reason(request.model) is None:

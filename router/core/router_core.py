@@ -93,7 +93,7 @@ class RouterCore:
     def submit(self, asked: GenerateRequest, now: float) -> list[Effect]:
         """Accept a request. Raises UnavailableError or OverloadedError, and then nothing was started.
 
-        Where no nodes can serve it now it may wait `new_wait_s` for some, and ends with UnavailableError after that.
+        Where no nodes can serve it now it may wait `new_request_wait_s` for some, and ends with UnavailableError after that.
         """
         reason = self.not_ready_reason(asked.model)
         if reason is not None and not self._may_wait(asked.model):
@@ -103,7 +103,7 @@ class RouterCore:
 
     def _may_wait(self, model: str) -> bool:
         """Whether nodes may come that serve it: some did, and this worker is not about to leave."""
-        return self.timers.new_wait_s > 0 and self.draining_since is None and model in self.models
+        return self.timers.new_request_wait_s > 0 and self.draining_since is None and model in self.models
 
     def _check_room(self, asked: GenerateRequest) -> None:
         """Those that wait here count as if they were at the least busy node already."""

@@ -72,7 +72,7 @@ class ClusterOptions:
     max_step_tokens: int = 32
     max_running: int = 32
     steps_in_flight: int = 2
-    graph_batches: tuple[int, ...] = ()
+    graph_batch_sizes: tuple[int, ...] = ()
     """Without effect where the device has no graphs."""
     prefix_cache: bool = True
     checksum: bool = True
@@ -263,7 +263,7 @@ class Cluster:
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,
             steps_in_flight=options.steps_in_flight,
-            graph_batches=() if role == "prefill" else options.graph_batches,
+            graph_batch_sizes=() if role == "prefill" else options.graph_batch_sizes,
             prefix_cache=options.prefix_cache,
             checksum=options.checksum,
             kv_transports=options.kv_transports,

@@ -127,7 +127,7 @@ class StagedBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = Limits(slots_per_transfer=4)
+        limits = Limits(staging_slots_per_transfer=4)
         self.role = DecodeRole(
             self.role.scheduler,
             self.role.timers,

@@ -30,7 +30,7 @@ def load_set(*texts: str) -> ClusterConfig:
         (["model.name=' a'"], "model.name"),
         (["timers.heartbeat_s=1.5"], "timers.heartbeat_s"),
         (["timers.suspect_s=2.5"], "timers.suspect_s"),
-        (["timers.client_silent_s=0.5"], "timers.heartbeat_s"),
+        (["timers.client_timeout_s=0.5"], "timers.heartbeat_s"),
         (["timers.engine_stall_s=30"], "timers.engine_stall_s"),
         (["timers.backoff_min_s=3"], "timers.backoff_min_s"),
         (["timers.retain_s=-1"], "timers.retain_s"),
@@ -71,7 +71,7 @@ def test_what_cannot_work_is_refused_by_key(settings: list[str], key: str):
 
 def test_zero_is_fine_where_it_means_none():
     assert load_set("timers.retry_jitter_s=0").timers.retry_jitter_s == 0
-    assert load_set("limits.ungranted_share=0").limits.ungranted_share == 0
+    assert load_set("limits.unreserved_prompt_share=0").limits.unreserved_prompt_share == 0
 
 
 def test_a_remote_bind_is_taken_when_told_so():

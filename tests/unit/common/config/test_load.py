@@ -67,7 +67,7 @@ def test_set_refuses_what_is_no_setting(text: str):
         ("router.nodes=['a',1]", 'router.nodes[1]: expected array of strings, got ["a", 1]'),
         ("node.prefix_cache=1", "node.prefix_cache: expected true or false, got 1"),
         ("log.level=1979-05-27", "log.level: expected one of"),
-        ("serve.stop_bound_s=0", "serve.stop_bound_s: expected number above 0, got 0"),
+        ("serve.stop_timeout_s=0", "serve.stop_timeout_s: expected number above 0, got 0"),
     ],
 )
 def test_faults_name_the_key_and_what_would_be_right(setting: str, words: str):
@@ -143,11 +143,11 @@ def test_an_override_that_the_toml_reader_chokes_on_is_shown_shortly(value: str)
         "node.threads=9007199254740992",
         "node.kv_cache_bytes=99999999999999999999",
         "router.body_timeout_s=inf",
-        "serve.stop_bound_s=1e308",
+        "serve.stop_timeout_s=1e308",
         "node.staging_slots=9007199254740992",
         "limits.control_high_water=2147483648",
         "limits.header_max_bytes=1",
-        "limits.job_ids_max_bytes=10239",
+        "limits.job_token_ids_max_bytes=10239",
         "timers.link_timeout_s=2147484",
         "timers.heartbeat_s=1e-300",
         "timers.retain_s=1e308",

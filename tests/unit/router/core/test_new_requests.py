@@ -98,7 +98,7 @@ def test_all_that_wait_start_together_the_oldest_first(bench):
 
 
 def test_a_bound_of_zero_refuses_at_once(bench):
-    bench.core.timers = Timers(new_wait_s=0.0)
+    bench.core.timers = Timers(new_request_wait_s=0.0)
     with pytest.raises(UnavailableError, match="no decode node"):
         bench.submit(0.2)
     assert bench.core.is_quiescent()

@@ -28,7 +28,7 @@ from kvferry.router.core.router_core import RouterCore
 
 SELF_ID = Incarnation("f" * 32)
 REQUEST = RequestId("a" * 32)
-TIMERS = Timers(stranded_wait_s=5.0)
+TIMERS = Timers(migration_wait_s=5.0)
 
 
 class Bench:
@@ -107,7 +107,7 @@ def test_a_stream_whose_weights_are_gone_ends_and_says_so(bench: Bench) -> None:
     begun(bench)
     bench.node("new", weights="new")
     bench.die("old")
-    ended = [effect.event for effect in bench.ticks(TIMERS.stranded_wait_s + 1.0) if isinstance(effect, FinishRequest)]
+    ended = [effect.event for effect in bench.ticks(TIMERS.migration_wait_s + 1.0) if isinstance(effect, FinishRequest)]
     assert [type(event.error) for event in ended] == [UnavailableError]
     assert str(ended[0].error) == "no nodes have the weights of 'm' that the first tokens were drawn with any more"
     assert bench.core.is_quiescent()
@@ -116,7 +116,7 @@ def test_a_stream_whose_weights_are_gone_ends_and_says_so(bench: Bench) -> None:
 def test_a_stream_waits_for_its_nodes_where_nobody_serves_its_name(bench: Bench) -> None:
     begun(bench)
     bench.die("old")
-    assert not [effect for effect in bench.ticks(TIMERS.stranded_wait_s + 5.0) if isinstance(effect, FinishRequest)]
+    assert not [effect for effect in bench.ticks(TIMERS.migration_wait_s + 5.0) if isinstance(effect, FinishRequest)]
     bench.node("again")
     assert jobs(bench.ticks(bench.now + 1.0)) == [bench.nodes["again"]]
 
@@ -153,6 +153,6 @@ def test_a_long_request_is_refused_where_only_nodes_for_shorter_ones_are_left(be
     bench.node("wide")
     assert jobs(bench.submit(max_new_tokens=50)) == [bench.nodes["wide"]]
     bench.node("short", length=32)
-    ended = [*bench.die("wide"), *bench.ticks(TIMERS.stranded_wait_s + 1.0)]
+    ended = [*bench.die("wide"), *bench.ticks(TIMERS.migration_wait_s + 1.0)]
     (end,) = [effect.event for effect in ended if isinstance(effect, FinishRequest)]
     assert str(end.error) == "the nodes that are there are made for shorter requests than 53 tokens"

@@ -25,7 +25,7 @@ BOUND = 20
 def bench():
     """A worker that gives one prefill node twenty tokens of re-plans at a time."""
     bench = Bench()
-    bench.core._table.limits = Limits(retry_tokens=BOUND)
+    bench.core._table.limits = Limits(retry_tokens_per_node=BOUND)
     bench.core.handle(Tick(), 0.0)
     return bench
 
