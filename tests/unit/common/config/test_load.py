@@ -25,7 +25,7 @@ def test_the_defaults_that_stay():
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path):
     file = tmp_path / "cluster.toml"
-    file.write_text("[router]\nport = 7\nworkers = 3\n[timers]\nbeat_s = 1\n")
+    file.write_text("[router]\nport = 7\nworkers = 3\n[timers]\nheartbeat_s = 1\n")
     config = load_config(file, [Override("router", "port", 8), Override("router", "port", 9)])
     assert (config.router.port, config.router.workers, config.timers.heartbeat_s) == (9, 3, 1.0)
 
@@ -110,7 +110,7 @@ def test_a_relative_model_path_is_relative_to_the_file(tmp_path: Path):
     ("content", "words"),
     [
         (b"x = " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
-        (b"[timers]\nbeat_s = " + b"9" * 5000, "not TOML"),
+        (b"[timers]\nheartbeat_s = " + b"9" * 5000, "not TOML"),
         (b'[node]\n"a\\nb" = 1', r"node\.a\\nb: unknown key"),
         (b'["a\\nb"]', r"\[a\\nb\]: unknown section"),
     ],
