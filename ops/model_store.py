@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from kvferry.common.base.cache import cache_dir
+from kvferry.common.base.user_cache import cache_dir
 from kvferry.common.base.errors import KvferryError
 
 MODEL_NAME = "smollm2-135m-instruct"

@@ -14,8 +14,8 @@ from kvferry.common.protocol.messages import Commit, Gone, Granted, HandoverFail
 from kvferry.common.protocol.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster
-from tests.support.stranger import NUMBER, Stranger
 from tests.support.tiny_llama import BASE, random_prompt, reference_tokens
+from tests.support.unauthenticated_peer import NUMBER, UnauthenticatedPeer
 
 Reference = tuple[Path, Any]
 VOCAB = int(BASE["vocab_size"])
@@ -36,7 +36,7 @@ async def test_a_job_with_ids_outside_the_vocabulary(
     cluster: MakeCluster, reference: Reference, kinds: dict[str, int], prompt: list[int], output: list[int]
 ) -> None:
     async with cluster(**kinds) as c:
-        stranger = Stranger(c.context, "worker")
+        stranger = UnauthenticatedPeer(c.context, "worker")
         await stranger.meet(next(node for node in c.nodes.values() if node.role != "decode").shell.endpoint)
         job = Job(
             request_id=new_request_id(),
@@ -68,10 +68,13 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
         await c.generate(PROMPT, max_new_tokens=6)  # all of it is cached at the decode node: no KV needs to come
         node = c.nodes["decode-0"]
         compatibility = await node.ask(lambda core: core.identity.compatibility)
-        worker, prefill = Stranger(c.context, "worker"), Stranger(c.context, "prefill", compatibility)
+        worker, prefill = (
+            UnauthenticatedPeer(c.context, "worker"),
+            UnauthenticatedPeer(c.context, "prefill", compatibility),
+        )
         for stranger in (worker, prefill):
             await stranger.meet(node.shell.endpoint)
-            stranger.beat()
+            stranger.send_heartbeat()
 
         def reserve(prompt: list[int]) -> Reserve:
             return Reserve(

@@ -1,7 +1,7 @@
-"""The protocol's timers for clusters of real time: patient ones where nobody dies, fast ones where somebody does.
+"""Protocol timers for tests in real time: long ones where no process dies, short ones where one does.
 
-A busy machine makes a node's silence as long as a death is. The tests of the cores have the true timers, and a clock of
-their own.
+On a busy machine a live node may be silent for as long as a dead one. The tests of the cores use the default timers and
+a manual clock.
 """
 
 from kvferry.common.config.protocol import Timers
@@ -20,7 +20,7 @@ PATIENT = Timers(
     new_request_wait_s=60.0,
     link_timeout_s=60.0,
 )
-"""Nobody dies here: a machine that is busy with other things shall not look like a death."""
+"""For tests in which no process dies: a busy machine must not look like a death."""
 
 FAST = Timers(
     heartbeat_s=0.1,
@@ -32,4 +32,4 @@ FAST = Timers(
     retain_s=1.0,
     new_request_wait_s=60.0,
 )
-"""The protocol's proportions, five times as fast. Who is taken for dead and is not comes back; requests wait for it."""
+"""The default proportions, five times as fast. A node wrongly considered dead comes back; requests wait for it."""

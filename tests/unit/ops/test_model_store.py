@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.cache import cache_dir
+from kvferry.common.base.user_cache import cache_dir
 from kvferry.common.base.errors import (
     ConfigError,
     KvferryError,

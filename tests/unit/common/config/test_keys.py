@@ -1,4 +1,4 @@
-"""Key files: what is wrong with them is told with file and line, and a list is read again when it changes."""
+"""Key files: errors name the file and the line, and a changed list is read again."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_a_secret_is_read_back(tmp_path: Path):
         ("é", 0o600, "not ASCII"),
     ],
 )
-def test_what_is_wrong_with_a_secret_is_told(tmp_path: Path, text: str, mode: int, words: str):
+def test_an_invalid_secret_file_is_refused(tmp_path: Path, text: str, mode: int, words: str):
     file = secret_file(tmp_path, text, mode)
     with pytest.raises(ConfigError) as caught:
         read_secret("security.node_key_file", file, "node")
@@ -51,7 +51,7 @@ def test_what_is_wrong_with_a_secret_is_told(tmp_path: Path, text: str, mode: in
     assert words in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path):
+def test_a_missing_file_is_refused(tmp_path: Path):
     for read in (
         lambda path: read_secret("security.node_key_file", path, "node"),
         lambda path: AllowedKeys("security.node_key_file", path),
@@ -93,18 +93,18 @@ def test_a_list_is_read_again_when_it_changes(tmp_path: Path):
     assert allowed.of_role("router") == ()
 
 
-@pytest.mark.parametrize("spoil", [lambda path: allow(path, "x", "public"), lambda path: path.rename(f"{path}-away")])
-def test_a_list_that_is_spoilt_stays_as_it_was(tmp_path: Path, spoil: Callable[[Path], object]):
+@pytest.mark.parametrize("damage", [lambda path: allow(path, "x", "public"), lambda path: path.rename(f"{path}-away")])
+def test_an_invalid_change_leaves_the_list_in_use(tmp_path: Path, damage: Callable[[Path], object]):
     folder = tmp_path / "allowed"
     folder.mkdir()
     allow(folder, "n", key_line("public", ONE))
     allowed = AllowedKeys("security.allowed_keys", folder)
-    spoil(folder)
+    damage(folder)
     assert allowed.roles_of(ONE.hex) == {"node"}
     assert allowed.error.startswith("security.allowed_keys: ")
 
 
-def test_a_list_that_is_whole_again_has_no_error(tmp_path: Path):
+def test_a_repaired_list_has_no_error(tmp_path: Path):
     allow(tmp_path, "n", key_line("public", ONE))
     allowed = AllowedKeys("security.allowed_keys", tmp_path)
     allow(tmp_path, "r", "public router")
