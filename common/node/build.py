@@ -257,7 +257,7 @@ class NodeBuilder:
             compatibility=compatibility,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            num_staging_slots=settings.staging_slots if settings.lends_slots else 0,
+            num_staging_slots=settings.staging_slots if settings.offers_staging_slots else 0,
             staging_host=host_prefix() if settings.uses_shm else "",
             clients=lambda: core[0].clients,
         )

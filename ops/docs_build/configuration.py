@@ -17,20 +17,21 @@ TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """\
 # Configuration
 
-Made from the docstrings in `common/config`. Change those, then run `python -m kvferry.ops.docs_build.configuration`.
+Generated from the docstrings in `common/config`. Edit those, then run `python -m kvferry.ops.docs_build.configuration`.
 
 One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A key that is
-left out has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may
-be repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` shows the whole
-result as a file that can be used again. Unknown keys and wrong types are refused, with the nearest key that exists.
+not set has its default; a default given as "derived" is described with the key. `--set section.key=value` (TOML syntax;
+plain words need no quotes) overrides the file and may be repeated. Options such as `--port` override one key each, and
+`--set` overrides them. `--print-config` prints the resulting configuration as a file that can be used again. Unknown
+keys and wrong types are errors that name the nearest valid key.
 
-Units are in the names: `_s` are seconds, `_bytes` bytes, `_share` a part from 0 to 1.
+Units are in the names: `_s` is seconds, `_bytes` bytes, `_share` a fraction from 0 to 1.
 """
 
 _MINDIE_HEAD = """\
 ## For users of MindIE
 
-Which of the keys here is which of MindIE's:
+MindIE's keys and their counterparts here:
 
 | MindIE | here | remark |
 | --- | --- | --- |
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _row(key: KeyDoc) -> str:
-    default = "worked out" if key.default is None else f"`{toml_value(key.default)}`"
+    default = "derived" if key.default is None else f"`{toml_value(key.default)}`"
     return f"| `{key.section}.{key.name}` | {key.type} | {default} | {key.text} |"
 
 

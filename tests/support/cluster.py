@@ -258,7 +258,7 @@ class Cluster:
             tensor_parallel=1,
             device_reserve_share=0.1,
             swap_bytes=per_token * options.block_size * (options.num_host_blocks if role == "decode" else 0),
-            swap_bytes_most=0,
+            max_swap_bytes=0,
             threads=1,
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,

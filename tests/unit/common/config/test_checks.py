@@ -111,7 +111,7 @@ def test_no_proxy_needs_no_proxy_endpoints():
 def test_config_notes():
     assert config_notes(load_config()) == ()
     (note,) = config_notes(load_set("node.max_model_len=2048"))
-    assert "prompts end at 2047 tokens" in note
+    assert "prompts are limited to 2047 tokens" in note
     (note,) = config_notes(load_set("discovery.announce_to=[]"))
     assert "no router will find a node" in note
 
@@ -134,12 +134,12 @@ def test_the_model_name_defaults_to_its_path(settings: list[str], name: str):
     ("settings", "cores", "expected"),
     [
         ((), 2, ""),
-        ((), 1, "2 nodes with 2 threads in all share 1 core:"),
-        (("serve.prefill=100",), 2, "101 nodes with 101 threads in all share 2 cores:"),
+        ((), 1, "2 nodes with 2 threads in total share 1 core:"),
+        (("serve.prefill=100",), 2, "101 nodes with 101 threads in total share 2 cores:"),
         (("serve.colocated=1",), 1, ""),
         (("node.threads=4",), 8, ""),
-        (("node.threads=5",), 8, "2 nodes with 10 threads in all share 8 cores:"),
-        (("node.tensor_parallel=2",), 2, "2 nodes with 4 threads in all share 2 cores:"),
+        (("node.threads=5",), 8, "2 nodes with 10 threads in total share 8 cores:"),
+        (("node.tensor_parallel=2",), 2, "2 nodes with 4 threads in total share 2 cores:"),
     ],
 )
 def test_more_threads_than_cores_are_noted(settings: tuple[str, ...], cores: int, expected: str):
@@ -239,7 +239,7 @@ def test_only_decoding_nodes_swap_and_within_free_memory():
     assert resolve_node(config, "prefill", HOST).swap_bytes == 0
     decode = resolve_node(config, "decode", HOST)
     assert decode.swap_bytes == 1000
-    assert decode.swap_bytes_most == HOST.free_memory_bytes // 16
+    assert decode.max_swap_bytes == HOST.free_memory_bytes // 16
     assert resolve_node(load_set("node.swap_bytes=0"), "decode", HOST).swap_bytes == 0
     assert resolve_node(load_set(), "decode", HOST).swap_bytes is None
 

@@ -30,17 +30,17 @@ def test_a_secret_is_read_back(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
     [
-        (key_line("secret", ONE), 0o640, "open to others"),
-        (key_line("secret", ONE), 0o604, "open to others"),
-        (key_line("secret", TWO), 0o600, "the key of a router; a node's is needed"),
-        (key_line("public", ONE), 0o600, "line 1: a public key where a secret one is expected"),
-        (f"secret node {'1a' * 31}", 0o600, "line 1: expected 64 hexadecimal digits, got 62 characters"),
-        (f"secret node {'1A' * 32}", 0o600, "line 1: expected 64 hexadecimal digits"),
-        (f"\nsecret client {'1a' * 32}", 0o600, "line 2: 'client' is no role; there are node and router"),
+        (key_line("secret", ONE), 0o640, "accessible to other users"),
+        (key_line("secret", ONE), 0o604, "accessible to other users"),
+        (key_line("secret", TWO), 0o600, "has a router key; expected a node key"),
+        (key_line("public", ONE), 0o600, "line 1: expected a secret key, got a public key"),
+        (f"secret node {'1a' * 31}", 0o600, "line 1: expected 64 lower-case hexadecimal digits, got 62 characters"),
+        (f"secret node {'1A' * 32}", 0o600, "line 1: expected 64 lower-case hexadecimal digits"),
+        (f"\nsecret client {'1a' * 32}", 0o600, "line 2: unknown role 'client'; expected node or router"),
         ("hello", 0o600, "line 1: expected `secret node|router KEY`"),
-        ("", 0o600, "has 0 secret keys; expected one"),
-        (f"{key_line('secret', ONE)}\n{key_line('secret', ONE)}", 0o600, "has 2 secret keys; expected one"),
-        ("é", 0o600, "not ASCII"),
+        ("", 0o600, "has 0 secret keys; expected exactly one"),
+        (f"{key_line('secret', ONE)}\n{key_line('secret', ONE)}", 0o600, "has 2 secret keys; expected exactly one"),
+        ("é", 0o600, "contains non-ASCII bytes"),
     ],
 )
 def test_an_invalid_secret_file_is_refused(tmp_path: Path, text: str, mode: int, words: str):
@@ -78,7 +78,7 @@ def test_a_list_is_a_directory_or_a_file(tmp_path: Path):
 
 def test_a_secret_in_the_list_is_refused(tmp_path: Path):
     allow(tmp_path, "n", key_line("secret", ONE))
-    with pytest.raises(ConfigError, match=r"n\.pub, line 1: a secret key where a public one is expected"):
+    with pytest.raises(ConfigError, match=r"n\.pub, line 1: expected a public key, got a secret key"):
         AllowedKeys("security.allowed_keys", tmp_path)
 
 

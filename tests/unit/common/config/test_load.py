@@ -57,7 +57,7 @@ def test_set_refuses_an_invalid_setting(text: str):
     [
         ("node.block_sizes=3", "node.block_sizes: unknown key; did you mean node.block_size?"),
         ("node.workers=3", "node.workers: unknown key; did you mean router.workers?"),
-        ("log.zzzzz=3", "log.zzzzz: unknown key; [log] knows level, format, access_log"),
+        ("log.zzzzz=3", "log.zzzzz: unknown key; the keys of [log] are level, format, access_log"),
         ("nod.x=1", "[nod]: unknown section; did you mean [node]?"),
         ("node.block_size=abc", 'node.block_size: expected integer from 1 to 1024, got "abc"'),
         ("node.block_size=0", "node.block_size: expected integer from 1 to 1024, got 0"),
@@ -92,7 +92,7 @@ def test_an_invalid_file_is_refused(tmp_path: Path, content: str):
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not TOML"):

@@ -122,7 +122,7 @@ def test_a_signal_handler_may_wake_the_loop(waker: Waker):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_loop_serves_node_link_and_wakeup(context: TransportContext, waker: Waker):
+def test_the_loop_serves_node_link_and_waker(context: TransportContext, waker: Waker):
     node, link = connected(context)
     loop = PollLoop()
     called: list[str] = []
