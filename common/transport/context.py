@@ -110,8 +110,9 @@ class TransportContext:
         if not self._warned_exposed:
             self._warned_exposed = True
             _LOG.warning(
-                "%s is reachable from other hosts and has NO KEYS, as have all sockets of this process: any peer can "
-                "read prompts, write KV and end requests. Configure [security], or restrict access with a firewall",
+                "%s is reachable from other hosts and has NO KEYS: any host that reaches it, or another such socket of "
+                "this process, can read prompts, write KV and end requests. Configure [security], or let only the "
+                "cluster's hosts through the firewall",
                 endpoint,
             )
 

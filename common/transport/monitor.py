@@ -108,8 +108,7 @@ def connect_watched(link: LinkSocket, monitor: LinkMonitor, endpoint: str) -> No
     except BaseException as error:
         monitor.close()
         link.close()
-        if isinstance(
-            error, OutOfSocketsError
-        ):  # name the link: which of its sockets failed may differ from try to try
+        if isinstance(error, OutOfSocketsError):
+            # Name the link: which of its sockets cannot be opened may differ from try to try.
             raise OutOfSocketsError(f"link to {endpoint}", error.reason) from None
         raise

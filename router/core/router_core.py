@@ -93,7 +93,7 @@ class RouterCore:
     def submit(self, asked: GenerateRequest, now: float) -> list[Effect]:
         """Accept a request. Raises UnavailableError or OverloadedError, and then nothing was started.
 
-        Where no nodes can serve it now it may wait `new_request_wait_s` for some, and ends with UnavailableError after that.
+        If no node can serve it now, it may wait `new_request_wait_s` for one, and then ends with UnavailableError.
         """
         reason = self.not_ready_reason(asked.model)
         if reason is not None and not self._may_wait(asked.model):
