@@ -68,7 +68,7 @@ def swap_bytes(settings: NodeSettings, device: Device, cache_bytes: int) -> int:
         return settings.swap_bytes // settings.tensor_parallel
     if device.shares_host_memory:
         return 0
-    return min(int(cache_bytes * _SWAP_SHARE), settings.swap_bytes_most // settings.tensor_parallel)
+    return min(int(cache_bytes * _SWAP_SHARE), settings.max_swap_bytes // settings.tensor_parallel)
 
 
 def check_piece_bytes(limits: Limits, layer_token_bytes: int) -> None:

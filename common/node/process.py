@@ -16,13 +16,13 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.base.errors import (
     KvferryError,
     ModelLoadError,
 )
-from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.base.gc_freeze import freeze_loaded_objects
+from kvferry.common.base.user_cache import cache_dir
 from kvferry.common.cluster.actions import ExitProcess
 from kvferry.common.cluster.node_role import MakeRoles
 from kvferry.common.config.host import probe_host
@@ -65,7 +65,7 @@ def run_node(config: ClusterConfig, role: NodeKind, make_roles: MakeRoles) -> in
             thread.start()
             try:
                 _announce(settings, builder, thread, announcer)
-                keep_what_is_loaded()
+                freeze_loaded_objects()
                 _tell_ready(log, settings.name, builder.model_info.name, shell.endpoint)
                 ended = thread.wait()
             finally:

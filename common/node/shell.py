@@ -55,7 +55,7 @@ from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.poll_watcher import PollWatcher
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 TICK_S = 0.05
@@ -91,7 +91,7 @@ class NodeShell:
         self._parts = parts
         self._log = parts.log
         self._journal = Journal(parts.log)
-        self._wakeup = Wakeup()
+        self._wakeup = Waker()
         self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()
         self._socket = NodeSocket(parts.context, SocketOptions.control(parts.limits, parts.timers))

@@ -19,7 +19,7 @@ from kvferry.common.base.errors import (
     InvariantError,
     KvferryError,
 )
-from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.base.gc_freeze import freeze_loaded_objects
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.base.log import setup_logging
 from kvferry.common.base.parent_death_signal import die_with_parent
@@ -69,7 +69,7 @@ from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.security import load_security
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 ENGINE_STOP_S = 2.0
@@ -86,7 +86,7 @@ class RankAgent:
         self._context = TransportContext(load_security(spec.security, "node"))
         self._link_context = TransportContext()
         self._link = LinkSocket(self._link_context, Incarnation(spec.self_id), RANK_OPTIONS)
-        self._wakeup = Wakeup()
+        self._wakeup = Waker()
         self._inbox: Inbox[Event] = Inbox(self._wakeup)
         self._loop = PollLoop()
         self._incoming = messages.from_lead()
@@ -155,7 +155,7 @@ class RankAgent:
         )
         endpoint = self._kv.start()
         self._engine.start()
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         self._say(Ready(endpoint))
 
     def _serve(self) -> None:

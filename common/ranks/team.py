@@ -50,7 +50,7 @@ from kvferry.common.transport.options import RANK_OPTIONS
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 START_TIMEOUT_S = 600.0
@@ -92,7 +92,7 @@ class RankTeam:
         self._context = TransportContext()
         self._socket = NodeSocket(self._context, RANK_OPTIONS)
         self._loop = PollLoop()
-        self._wakeup = Wakeup()
+        self._wakeup = Waker()
         self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._wakeup)
         self._store: TCPStore | None = open_store()
         self._children: dict[Incarnation, RankProcess] = {}

@@ -32,7 +32,8 @@ HEADER = PieceHeader.of(piece_of(MemoryCache(), KEY, 3, layers=(0, 2), tokens=(4
 PLAN = StepBatch(7, (ScheduledSequence(3, array("I", [1, 0xFFFFFFFF]), 5, (4, 2), True, 7),))
 TO_RANK: list[ToRank] = [RunPlan(PLAN), SendKv(HEADER, (1, 2)), ExpectKv(9, KEY, (1,), 4), Quit()]
 FROM_RANK: list[FromRank] = [
-    Loaded(1 << 40), Ready("tcp://127.0.0.1:1"), Done(9), Arrived(HEADER), Bad(KEY, 3, "checksum"), RankFailed("no memory"),
+    Loaded(1 << 40), Ready("tcp://127.0.0.1:1"), Done(9), Arrived(HEADER), Bad(KEY, 3, "checksum"),
+    RankFailed("no memory"),
 ]  # fmt: skip
 
 
