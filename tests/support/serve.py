@@ -47,6 +47,11 @@ class ServeOptions:
     program: tuple[str, ...] = ("kvferry.ops.cli.main",)
     """The module that is run, and words before those of `arguments`."""
     colocated: int = 0
+    interpreter: tuple[str, ...] = (sys.executable, "-m")
+    """Runs `program`; empty if that is an executable file."""
+    cwd: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables over those of this process."""
 
     def arguments(self) -> list[str]:
         """The command line behind `kvferry`."""
@@ -75,10 +80,16 @@ class Served:
         (self.base / "run").mkdir(mode=0o700)
         (self.base / "tmp").mkdir(mode=0o700)
         self._shm_before = _shm_entries()
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.base / "run"), "TMPDIR": str(self.base / "tmp")}
+        environment = {
+            **os.environ,
+            **options.environment,
+            "XDG_RUNTIME_DIR": str(self.base / "run"),
+            "TMPDIR": str(self.base / "tmp"),
+        }
         self.process = subprocess.Popen(
             # Whatever becomes of this process, the cluster does not stay behind.
-            with_death_signal(signal.SIGTERM, (sys.executable, "-m", *options.program, *options.arguments())),
+            with_death_signal(signal.SIGTERM, (*options.interpreter, *options.program, *options.arguments())),
+            cwd=options.cwd,
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             env=environment,
