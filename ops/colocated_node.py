@@ -1,6 +1,6 @@
-"""A colocated node: both roles in one process, over one engine and one pool of blocks. Composition only.
+"""Composes a colocated node: both roles in one process, with one engine and one block pool.
 
-The roles do not import one another; only here are they brought together.
+The roles' packages must not import each other, so they are put together here, in ops.
 """
 
 from kvferry.common.cluster.node_role import NodeRole
@@ -12,11 +12,11 @@ from kvferry.prefill_node.node import make_role as make_prefill_role
 
 
 def make_roles(context: RoleContext) -> tuple[NodeRole, ...]:
-    """The roles of a colocated node: what the first computes goes on in the second."""
+    """The prefill role, which hands requests over inside the process, and the decode role."""
     decode = make_decode_role(context)
     return make_prefill_role(context, here=decode), decode
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until told to end; returns the exit code."""
+    """Serve until a stop signal; returns the exit code."""
     return run_node(config, "colocated", make_roles)

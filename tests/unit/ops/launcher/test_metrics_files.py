@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.ops.launcher.metrics_files import KINDS, RESERVED_BYTES, VARIABLE, forget_gauges, reserve_metrics_files
+from kvferry.ops.launcher.metrics_files import KINDS, METRICS_DIR_ENV, RESERVED_BYTES, forget_gauges, reserve_metrics_files
 
 _WORKER = """
 import os, sys
@@ -29,7 +29,7 @@ print(metrics.reads_files)
 
 
 def run_worker(directory: Path, models: int) -> str:
-    environment = {**os.environ, VARIABLE: str(directory)}
+    environment = {**os.environ, METRICS_DIR_ENV: str(directory)}
     command = [sys.executable, "-c", _WORKER, str(models)]
     return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout.decode().strip()
 
@@ -58,7 +58,7 @@ def test_what_was_reserved_in_part_is_given_back(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full_at_the_third)
-    environ = {VARIABLE: str(tmp_path), "OTHER": "x"}
+    environ = {METRICS_DIR_ENV: str(tmp_path), "OTHER": "x"}
     reserve_metrics_files(environ, 5)
     assert environ == {"OTHER": "x"}
     assert list(tmp_path.iterdir()) == []
@@ -68,7 +68,7 @@ def test_what_was_reserved_in_part_is_given_back(
 
 
 def test_gauges_of_a_worker_that_is_gone_do_not_count(tmp_path: Path):
-    environ = {VARIABLE: str(tmp_path)}
+    environ = {METRICS_DIR_ENV: str(tmp_path)}
     for pid in (7, 77):
         reserve_metrics_files(environ, pid)
     forget_gauges(environ, 7)
