@@ -40,7 +40,7 @@ def model_path() -> Path:
 
 
 def has_model() -> bool:
-    """Whether the model is in the cache. Compares the size only: the digest was checked before the file got its name."""
+    """Whether the model is in the cache. Compares only the size: the digest was checked before the rename."""
     try:
         return model_path().stat().st_size == GGUF_BYTES
     except OSError:
@@ -48,7 +48,7 @@ def has_model() -> bool:
 
 
 def ensure_model() -> Path:
-    """The model's path; fetches the model first if needed, with progress on stderr. Raises KvferryError if that fails."""
+    """The model's path; fetches the model first if needed, with progress on stderr. Raises KvferryError."""
     target = model_path()
     if not has_model():
         try:

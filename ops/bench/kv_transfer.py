@@ -118,7 +118,9 @@ class TransferLoad:
 
 
 @contextlib.contextmanager
-def mover(self_id: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None]) -> Iterator[tuple[ZmqKvMover, str]]:
+def mover(
+    self_id: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None]
+) -> Iterator[tuple[ZmqKvMover, str]]:
     """A running mover, and its endpoint."""
     context = TransportContext()
     made = ZmqKvMover(
@@ -140,8 +142,8 @@ def mover(self_id: Incarnation, load: TransferLoad, post: Callable[[KvEvent], No
 
 
 def send(load: TransferLoad, endpoint: str, place: str) -> None:
-    """The sending process: sends one piece as warm-up, all pieces after a line on stdin, and prints its CPU seconds after
-    another line."""
+    """The sending process: sends one piece as warm-up, all pieces after a line on stdin, and prints its CPU seconds
+    after another line."""
     with mover(SENDER, load, lambda _: None) as (made, _):
         made.open(RECEIVER, endpoint, staging=place)
         made.send(load.piece(load.num_pieces), (), load.slots)

@@ -22,20 +22,26 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     engine = subjects.add_parser(
         "engine",
         help="throughput of the engine: prefill and decode",
-        description="Measures tokens per second of prefill (prompts of 128, 512 and 2048 tokens) and of decode (1, 8 and "
-        "32 sequences with 256 tokens of context), and compares each with the limit of this machine (memory bandwidth, "
+        description="Measures tokens per second of prefill (prompts of 128, 512 and 2048 tokens) and of decode (1, 8 "
+        "and 32 sequences with 256 tokens of context), and compares each with the limit of this machine (memory bandwidth, "
         "matmul rate), measured in the same run.",
     )
     engine.add_argument(
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"
     )
-    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and KV cache (auto)")
+    engine.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and KV cache (auto)"
+    )
     engine.add_argument(
         "--quantization", choices=("none", "int8", "int4", "int8_dynamic"), default="none", help="of the weights (none)"
     )
     engine.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     engine.add_argument(
-        "--tp", type=positive, default=1, metavar="N", help="tensor parallel over N processes, which share the threads (1)"
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor parallel over N processes, which share the threads (1)",
     )
     engine.add_argument(
         "--peers",
@@ -43,7 +49,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="measure transformers, openvino-genai and xllamacpp (llama.cpp) too, if they are installed",
     )
     engine.add_argument(
-        "--peer-python", action="append", default=[], metavar="PATH", help="also look for peers in this Python interpreter"
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also look for peers in this Python interpreter",
     )
     engine.add_argument("--json", action="store_true", help="print JSON")
     engine.set_defaults(run=run)

@@ -24,15 +24,27 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subjects.add_parser(
         "perplexity",
         help="accuracy of quantized weights: the perplexity of a text",
-        description="Measures the perplexity of a text with full weights, int8, int4 and int8_dynamic; lower is better.",
+        description="Measures the perplexity of a text with full, int8, int4 and int8_dynamic weights; lower is better.",
     )
     parser.add_argument(
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"
     )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and KV cache (auto)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="text file in UTF-8; default: an English text that comes with kvferry")
-    parser.add_argument("--tokens", type=_tokens, default=4096, metavar="N", help="most tokens of the text to use (4096)")
-    parser.add_argument("--window", type=_tokens, default=1024, metavar="W", help="tokens of a window; each is predicted from those before it in the window (1024)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and KV cache (auto)"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="text file in UTF-8; default: an English text that comes with kvferry"
+    )
+    parser.add_argument(
+        "--tokens", type=_tokens, default=4096, metavar="N", help="most tokens of the text to use (4096)"
+    )
+    parser.add_argument(
+        "--window",
+        type=_tokens,
+        default=1024,
+        metavar="W",
+        help="tokens of a window; each is predicted from those before it in the window (1024)",
+    )
     parser.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)

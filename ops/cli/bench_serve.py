@@ -26,7 +26,9 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--url", default="http://127.0.0.1:1025", help="URL of the server (http://127.0.0.1:1025)")
     parser.add_argument("--model", required=True, metavar="NAME", help="the model's name at the server")
-    parser.add_argument("--api", choices=("auto", "infer", "openai"), default="auto", help="the server's API; auto: detect it (auto)")
+    parser.add_argument(
+        "--api", choices=("auto", "infer", "openai"), default="auto", help="the server's API; auto: detect it (auto)"
+    )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--concurrency", type=positive, metavar="N", help="closed loop: N concurrent requests (1)")
     shape.add_argument("--rate", type=above_zero, metavar="R", help="open loop: requests per second, Poisson arrivals")
@@ -53,7 +55,11 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="prompts have token ids below V; default: the size that the server reports, else 1000",
     )
     parser.add_argument("--timeout", type=above_zero, default=600.0, metavar="S", help="seconds per request (600)")
-    parser.add_argument("--ignore-eos", action="store_true", help="ask an OpenAI-style server to ignore EOS and generate --output-len tokens")
+    parser.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="ask an OpenAI-style server to ignore EOS and generate --output-len tokens",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: reports what this machine can run and what is missing. A missing thing is a warning, not a failure."""
+"""`kvferry doctor`: reports what this machine can run and what is missing, which never is an error."""
 
 import argparse
 import json

@@ -57,7 +57,9 @@ def python() -> Finding:
     except PackageNotFoundError:
         return Finding("python", False, f"{platform.python_version()}, no torch: a router can run here, nodes cannot")
     ok = sys.version_info >= (3, 11)
-    return Finding("python", ok, f"{platform.python_version()}, {torch}" + ("" if ok else "; 3.11 or later is required"))
+    return Finding(
+        "python", ok, f"{platform.python_version()}, {torch}" + ("" if ok else "; 3.11 or later is required")
+    )
 
 
 def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
@@ -97,7 +99,9 @@ def compiler() -> Finding:
         path = shutil.which(name) if name else None
         if path:
             return Finding("compiler", True, path)
-    return Finding("compiler", False, "no g++ or clang++: native ops cannot be built; torch's ops are used, which are slower")
+    return Finding(
+        "compiler", False, "no g++ or clang++: native ops cannot be built; torch's ops are used, which are slower"
+    )
 
 
 def native_ops() -> Finding:
@@ -107,7 +111,11 @@ def native_ops() -> Finding:
     except ImportError as error:
         return Finding("native ops", False, f"cannot be checked: {error}")
     probe = probe_native()
-    return Finding("native ops", probe.ops is not None, probe.detail + ("" if probe.ops else "; torch's ops are used, which are slower"))
+    return Finding(
+        "native ops",
+        probe.ops is not None,
+        probe.detail + ("" if probe.ops else "; torch's ops are used, which are slower"),
+    )
 
 
 def cores() -> Finding:

@@ -34,16 +34,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help=f"HuggingFace directory or GGUF file with the tokenizer; default for {model_store.MODEL_NAME}: the cached one",
+        help=f"HuggingFace directory or GGUF file of the model; default for {model_store.MODEL_NAME}: its own",
     )
     parser.add_argument("--chat", action="store_true", help="wrap --text in the model's chat template")
-    parser.add_argument("--stream", action="store_true", help="print tokens as they arrive, then TTFT, TPOT and the nodes")
+    parser.add_argument(
+        "--stream", action="store_true", help="print tokens as they arrive, then TTFT, TPOT and the nodes"
+    )
     parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON object, times in seconds. Fields are null if unknown: text without a tokenizer; "
-        "finish_reason, usage, ttft_s, tpot_s and nodes without --stream; tpot_s and the decode node for an answer of one "
-        "token",
+        "finish_reason, usage, ttft_s, tpot_s and nodes without --stream; tpot_s and the decode node for an answer of "
+        "one token",
     )
     add_sampling_options(parser)
     parser.set_defaults(run=run)

@@ -23,8 +23,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     new = forms.add_parser(
         "new",
         help="make key pairs",
-        description=f"Makes DIR/NAME{_SECRET_SUFFIX} (mode 600) and DIR/{_ALLOWED}/NAME{PUBLIC_SUFFIX}: a pair for nodes "
-        "and a pair for routers, or one of them with --role. Does not replace files.",
+        description=f"Makes DIR/NAME{_SECRET_SUFFIX} (mode 600) and DIR/{_ALLOWED}/NAME{PUBLIC_SUFFIX}: a pair for "
+        "nodes and a pair for routers, or one of them with --role. Does not replace files.",
     )
     new.add_argument("directory", type=Path, metavar="DIR")
     new.add_argument("--role", choices=KEY_ROLES, help="make only the pair of this role")

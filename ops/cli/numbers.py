@@ -67,7 +67,9 @@ def three_counts(form: str) -> Callable[[str], tuple[int, int, int]]:
         try:
             first, second, third = (count(part) for part in text.split(","))
         except (ValueError, argparse.ArgumentTypeError):
-            raise argparse.ArgumentTypeError(f"expected {form}, three whole numbers of at least 0, got {text!r}") from None
+            raise argparse.ArgumentTypeError(
+                f"expected {form}, three whole numbers of at least 0, got {text!r}"
+            ) from None
         return first, second, third
 
     return parse

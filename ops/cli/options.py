@@ -11,7 +11,9 @@ from kvferry.common.config.schema import ClusterConfig
 
 
 def add_config_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", required=required, help="the cluster's configuration, a TOML file")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", required=required, help="the cluster's configuration, a TOML file"
+    )
     parser.add_argument(
         "--set",
         action="append",

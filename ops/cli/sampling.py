@@ -46,7 +46,7 @@ _OPTIONS = (
         "seed",
         "S",
         whole_within(1, SEED_MAX),
-        f"random seed, 1 to {SEED_MAX}: the same request and seed give the same tokens; default: a new seed per request",
+        f"random seed, 1 to {SEED_MAX}: the same request and seed give the same tokens; default: a random one",
     ),
     _Option(
         "repetition_penalty",
@@ -76,8 +76,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--do-sample",
         action=argparse.BooleanOptionalAction,
-        help="sample tokens, or always take the most likely one; default: sample if --temperature, --top-k or --top-p is "
-        "given, else from the model's generation config",
+        help="sample tokens, or always take the most likely one; default: sample if --temperature, --top-k or --top-p "
+        "is given, else from the model's generation config",
     )
     for option in _OPTIONS:
         parser.add_argument(

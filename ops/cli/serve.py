@@ -36,10 +36,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--model-name", metavar="NAME", help="the model's name in URLs; default: name of the file or directory"
     )
     parser.add_argument(
-        "--prefill", type=whole, metavar="N", help="number of prefill nodes, which compute prompts (1; 0 with --colocated)"
+        "--prefill",
+        type=whole,
+        metavar="N",
+        help="number of prefill nodes, which compute prompts (1; 0 with --colocated)",
     )
     parser.add_argument(
-        "--decode", type=whole, metavar="M", help="number of decode nodes, which generate tokens (1; 0 with --colocated)"
+        "--decode",
+        type=whole,
+        metavar="M",
+        help="number of decode nodes, which generate tokens (1; 0 with --colocated)",
     )
     parser.add_argument(
         "--colocated", type=whole, metavar="U", help="number of colocated nodes: prefill and decode in one process (0)"

@@ -27,7 +27,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenAnswer:
-    """The answer to a request. Times are seconds since the request was sent, None if a unary answer does not have them."""
+    """The answer to a request. Times are seconds since the request was sent; None if the answer has none."""
 
     token_ids: list[int]
     total_s: float
@@ -63,8 +63,8 @@ class TokenClient:
         self._http.close()
 
     def require_model(self) -> None:
-        """Raise RequestInvalidError, with the server's text, if it does not know the model; KvferryError if it cannot be
-        reached. Does not check that the model can be served now."""
+        """Raise RequestInvalidError, with the server's text, if it does not know the model; KvferryError if it cannot
+        be reached. Does not check that the model can be served now."""
         try:
             response = self._http.get(self._model_path, timeout=_CONNECT_S)
         except httpx.HTTPError as error:

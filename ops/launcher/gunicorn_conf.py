@@ -72,8 +72,8 @@ logger_class = GunicornLogger
 
 
 def on_starting(server: "Arbiter") -> None:
-    """In the arbiter, before the first fork: makes a reload stop the old workers only when the new ones serve, and makes
-    stop signals end a worker that has just been forked.
+    """In the arbiter, before the first fork: makes a reload stop the old workers only when the new ones serve, and
+    makes stop signals end a worker that has just been forked.
 
     A new worker inherits the arbiter's handlers until it installs its own: they queue a signal that the worker never
     reads, and the arbiter sends SIGTERM only once.

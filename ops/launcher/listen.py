@@ -35,9 +35,8 @@ class Listener:
 
 
 def listen(host: str, port: int, backlog: int, *, unread_s: float = UNREAD_S) -> Listener:
-    """Bind and listen. Raises ConfigError if the address is not one of this machine, KvferryError if the port is in use.
-
-    `unread_s`: see UNREAD_S.
+    """Bind and listen. Raises ConfigError if the address is not one of this machine, KvferryError if the port is
+    in use. `unread_s`: see UNREAD_S.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(

@@ -66,7 +66,9 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # started by nohup: keep ignoring it
+            if (
+                number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            ):  # started by nohup: keep ignoring it
                 loop.add_signal_handler(number, self._events.put_nowait, StopRequested())
         try:
             async with asyncio.TaskGroup() as tasks:

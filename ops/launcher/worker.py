@@ -129,8 +129,8 @@ class RouterWorker(UvicornWorker):  # type: ignore[misc] # uvicorn_worker has no
 
     @property
     def serves(self) -> bool:
-        """Whether it serves; used in the arbiter. The first liveness update comes from the server's main loop, which runs
-        while it serves."""
+        """Whether it serves; used in the arbiter. The first liveness update comes from the server's main loop, which
+        runs while it serves."""
         return bool(self.tmp.last_update() != self._never_alive)
 
     async def _serve(self) -> None:

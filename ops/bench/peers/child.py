@@ -1,7 +1,7 @@
 """Measures one peer in its own process, so that its memory and threads are separate.
 
-Run by `ops.bench.peers.run`, in the peer's interpreter: must import nothing of this project except `ops.bench.peers.spec`
-and the peer's module, which may import only the standard library and the peer's packages.
+Run by `ops.bench.peers.run`, in the peer's interpreter: must import nothing of this project except
+`ops.bench.peers.spec` and the peer's module, which may import only the standard library and the peer's packages.
 """
 
 import argparse
