@@ -36,6 +36,7 @@ from kvferry.ops.bench.peers.spec import PeerTask
 from kvferry.ops.bench.progress import case_progress, write_progress
 from kvferry.ops.bench.ranks import Weights, make_team
 from kvferry.ops.bench.report import EngineReport, MachineFacts, PeerReport, Rate
+from kvferry.ops.cli.pluralize import pluralize
 
 PROMPTS = (128, 512, 2048)
 BATCHES = (1, 8, 32)
@@ -206,7 +207,7 @@ def _run(
             begin(f"prefill of {length} tokens")
             seconds["prefill", length] = bench.prompt(length)
         for batch in BATCHES:
-            begin(f"decode of {batch} sequences")
+            begin(f"decode of {pluralize(batch, 'sequence')}")
             seconds["decode", batch] = bench.decode(batch)
         rss_mb = psutil.Process().memory_info().rss / 1e6
         begin("limits of the machine")

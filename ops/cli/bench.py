@@ -22,9 +22,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     engine = subjects.add_parser(
         "engine",
         help="throughput of the engine: prefill and decode",
-        description="Measures tokens per second of prefill (prompts of 128, 512 and 2048 tokens) and of decode (1, 8 "
-        "and 32 sequences with 256 tokens of context), and compares each with the limit of this machine (memory bandwidth, "
-        "matmul rate), measured in the same run.",
+        description="Measures tokens per second of prefill (prompts of 128, 512 and 2048 tokens) and of decode "
+        "(1, 8 and 32 sequences with 256 tokens of context), and compares each with the limit of this machine (memory "
+        "bandwidth, matmul rate), measured in the same run.",
     )
     engine.add_argument(
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"

@@ -37,7 +37,7 @@ def test_a_cluster_is_measured(served: Served, shape: tuple[str, ...]) -> None:
 def test_a_table_for_people(served: Served) -> None:
     done = bench(served, "--requests", "2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "2 whole, 0 failed" in done.stdout
+    assert "2 completed, 0 failed" in done.stdout
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[4:9]] == [
         "first token", "first to second", "between tokens", "per token, a request", "whole request",
     ]  # fmt: skip

@@ -34,7 +34,7 @@ def broken(reference: Reference, tmp_path: Path) -> Path:
 
 def test_no_model_there(tmp_path: Path) -> None:
     line = fails(ServeOptions(tmp_path / "nothing"), 2)
-    assert line == f"kvferry serve: error: model.path: {tmp_path / 'nothing'} is not there"
+    assert line == f"kvferry serve: error: model.path: {tmp_path / 'nothing'} does not exist"
 
 
 def test_damaged_weights(broken: Path) -> None:

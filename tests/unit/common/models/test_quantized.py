@@ -81,7 +81,7 @@ def test_the_text_of_perplexity_is_the_one_that_the_published_figures_are_of() -
 def test_perplexity_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     for words, said in (
-        (["--model", str(tmp_path / "none")], "none is not there"),
+        (["--model", str(tmp_path / "none")], "none does not exist"),
         (["--text", str(tmp_path / "none")], f"error: --text: {tmp_path / 'none'}: No such file or directory\n"),
         (
             ["--text", str(tmp_path / "latin")],

@@ -1,4 +1,4 @@
-"""The launcher's shell with small real children: lines passed on, restarts, orderly and sudden ends, nothing left."""
+"""Supervisor, run directory, HTTP socket and readiness, with small real children."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ def child(name: str, code: str, stage: Stage = Stage.DECODE, bound_s: float = PA
 
 
 class Watched:
-    """A supervisor under test: every line as it comes, and a way to wait for one."""
+    """A supervisor under test; collects the lines, and can wait for one."""
 
     def __init__(self, *specs: ChildSpec):
         self.lines: list[tuple[str, str]] = []
@@ -107,7 +107,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_children_run_until_a_signal_stops_them_in_their_order():
+def test_children_run_until_a_signal_stops_them_in_stage_order():
     async def story():
         watched = Watched(
             child("p", SERVES, Stage.PROXY), child("r", SERVES, Stage.ROUTER), child("d", SERVES, Stage.DECODE)
@@ -127,7 +127,7 @@ def test_children_run_until_a_signal_stops_them_in_their_order():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_a_killed_child_starts_again():
+def test_a_killed_child_is_restarted():
     async def story():
         watched = Watched(child("d", SERVES))
         run = asyncio.create_task(watched.supervisor.run())
@@ -141,7 +141,7 @@ def test_a_killed_child_starts_again():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_a_second_signal_kills_at_once():
+def test_a_second_signal_kills_all_children():
     async def story():
         watched = Watched(child("d", STUBBORN), child("e", STUBBORN, Stage.ROUTER))
         run = asyncio.create_task(watched.supervisor.run())
@@ -150,7 +150,7 @@ def test_a_second_signal_kills_at_once():
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KvferryError, match="stopped at once"):
+        with pytest.raises(KvferryError, match="stopped before all children had drained"):
             await run
         assert not any(alive(pid) for pid in pids.values())
 
@@ -158,7 +158,7 @@ def test_a_second_signal_kills_at_once():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_what_does_not_stop_in_its_time_is_killed():
+def test_a_child_that_does_not_stop_in_time_is_killed():
     async def story():
         watched = Watched(child("d", STUBBORN, bound_s=0.05))
         run = asyncio.create_task(watched.supervisor.run())
@@ -170,7 +170,7 @@ def test_what_does_not_stop_in_its_time_is_killed():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_a_child_that_cannot_start_ends_all_with_its_last_line():
+def test_a_child_that_cannot_start_ends_the_cluster_with_its_last_line():
     async def story():
         watched = Watched(child("r", SERVES, Stage.ROUTER), child("d", "print('no model'); raise SystemExit(1)"))
         with pytest.raises(KvferryError, match="d could not start: no model"):
@@ -180,8 +180,8 @@ def test_a_child_that_cannot_start_ends_all_with_its_last_line():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_a_last_line_that_says_why_is_not_told_twice():
-    """A line of that form that is not the last one is a line as any other."""
+def test_an_error_line_at_the_end_is_not_printed_twice():
+    """An error line that is not the last one is relayed like any other."""
     said = (
         "print('kvferry decode: error: early'); print('on'); print('kvferry decode: error: last'); raise SystemExit(2)"
     )
@@ -196,7 +196,7 @@ def test_a_last_line_that_says_why_is_not_told_twice():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_a_child_that_finds_the_configuration_wrong_makes_it_wrong_use():
+def test_exit_code_2_of_a_child_is_a_config_error():
     async def story():
         watched = Watched(child("d", "print('a.b: wrong'); raise SystemExit(2)"))
         with pytest.raises(ConfigError, match=r"d could not start: a\.b: wrong"):
@@ -206,7 +206,7 @@ def test_a_child_that_finds_the_configuration_wrong_makes_it_wrong_use():
 
 
 @pytest.mark.usefixtures("_signals_restored")
-def test_a_command_that_is_not_there_ends_all():
+def test_a_missing_command_ends_the_cluster():
     async def story():
         watched = Watched(ChildSpec(ChildPlan("d", Stage.DECODE, 1.0), ("/no/such/command",)))
         with pytest.raises(KvferryError, match="d could not start"):
@@ -215,7 +215,7 @@ def test_a_command_that_is_not_there_ends_all():
     run(story)
 
 
-def test_the_end_of_a_child_is_seen_although_its_own_child_holds_the_pipe():
+def test_the_exit_of_a_child_is_seen_while_its_own_child_holds_the_pipe():
     code = """
         import os, subprocess, sys
         print(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid, flush=True)
@@ -232,7 +232,7 @@ def test_the_end_of_a_child_is_seen_although_its_own_child_holds_the_pipe():
     run(story)
 
 
-def test_long_and_unfinished_and_broken_lines_pass():
+def test_long_unfinished_and_invalid_lines_are_relayed():
     code = r"import sys; sys.stdout.buffer.write(b'x' * 300000 + b'\n\n\xff\nlast')"
 
     async def story():
@@ -268,7 +268,7 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path):
     wait_until(lambda: not alive(pid), "the child ends")
 
 
-def test_directories_are_fresh_at_every_start(tmp_path: Path):
+def test_directories_are_emptied_at_every_start(tmp_path: Path):
     directory = tmp_path / "metrics"
 
     async def story():
@@ -290,19 +290,19 @@ def test_directories_are_fresh_at_every_start(tmp_path: Path):
         ("2026-01-01T00:00:00.000Z INFO    d-0 log: a", "2026-01-01T00:00:00.000Z INFO    d-0 log: a"),
     ],
 )
-def test_lines_say_whose_they_are_once(line: str, shown: str):
+def test_lines_have_the_childs_name_once(line: str, shown: str):
     assert prefixed("d-0", line) == shown
 
 
-def test_a_run_directory_is_private_and_goes(tmp_path: Path):
+def test_a_run_directory_is_private_and_removed(tmp_path: Path):
     with run_directory(tmp_path) as path:
         assert path.stat().st_mode & 0o777 == 0o700
         (path / "socket").touch()
-        assert remove_left_over(tmp_path) == [], "it is held"
+        assert remove_left_over(tmp_path) == [], "its lock is held"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path):
+def test_the_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path):
     code = f"""
         import os
         from pathlib import Path
@@ -317,15 +317,15 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path):
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_run_directory_lies_where_the_session_has_its_own(tmp_path: Path, monkeypatch):
+def test_the_run_directory_is_in_xdg_runtime_dir(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert run_base() == tmp_path
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
     assert run_base() != tmp_path / "none"
 
 
-def test_a_run_directory_has_room_for_the_path_of_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A bound socket is the proof: one character more, and the next place is taken."""
+def test_the_path_of_a_run_directory_leaves_space_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Binds a socket to prove it: with one character more, the next directory is used."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     length = next(number for number in range(200, 0, -1) if has_room_for_sockets(Path("/" + "a" * (number - 1))))
     longest = tmp_path / ("a" * (length - len(str(tmp_path)) - 1))
@@ -342,17 +342,17 @@ def test_a_run_directory_has_room_for_the_path_of_a_socket(tmp_path: Path, monke
                     bound.bind(endpoint.removeprefix("ipc://"))
 
 
-def test_no_place_for_sockets_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_no_directory_for_sockets_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     deep = tmp_path / ("a" * 100)
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
     monkeypatch.setattr(os, "access", lambda place, mode: place != "/tmp")
-    with pytest.raises(KvferryError, match=r"set XDG_RUNTIME_DIR or TMPDIR to a directory .* at most"):
+    with pytest.raises(KvferryError, match=r"set XDG_RUNTIME_DIR or TMPDIR to a writable directory .* at most"):
         run_base()
 
 
-def test_port_zero_picks_one_and_a_taken_one_is_told():
+def test_port_zero_picks_a_free_port_and_a_port_in_use_is_an_error():
     listener = listen("127.0.0.1", 0, 5)
     try:
         assert listener.url == f"http://127.0.0.1:{listener.port}"
@@ -363,13 +363,13 @@ def test_port_zero_picks_one_and_a_taken_one_is_told():
     listen("127.0.0.1", listener.port, 5).close()
 
 
-def test_an_address_that_is_none_is_told():
-    with pytest.raises(KvferryError, match="is no address"):
+def test_an_invalid_address_is_an_error():
+    with pytest.raises(KvferryError, match="is not an address"):
         listen("no such host", 0, 5)
 
 
-def test_a_client_that_takes_nothing_is_cut_off():
-    """What waits for it would be kept for as long as it stays."""
+def test_a_client_that_reads_nothing_is_disconnected():
+    """Otherwise its answer would stay in memory for as long as it is connected."""
     listener = listen("127.0.0.1", 0, 1, unread_s=0.2)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -379,7 +379,7 @@ def test_a_client_that_takes_nothing_is_cut_off():
             server.settimeout(60.0)
             with pytest.raises(OSError, match="timed out") as caught:
                 server.sendall(bytes(50_000_000))
-            assert caught.value.errno == errno.ETIMEDOUT  # the kernel's; that of settimeout has no number
+            assert caught.value.errno == errno.ETIMEDOUT  # from the kernel; the error of settimeout has no errno
     listener.close()
 
 
@@ -392,7 +392,7 @@ def test_a_wildcard_address_is_reached_through_loopback():
 
 
 class HttpStub:
-    """Answers every request with the next of `statuses`, the last one for ever."""
+    """Answers every request with the next of `statuses`; repeats the last one."""
 
     def __init__(self, *statuses: int):
         self.statuses = list(statuses)
@@ -406,7 +406,7 @@ class HttpStub:
         writer.close()
 
 
-def test_ready_means_that_all_answers_of_two_rounds_are_good():
+def test_ready_requires_good_answers_in_two_rounds():
     async def story():
         stub = HttpStub(503, *[200] * 9, *[200] * 3, 503, 200)
         async with await asyncio.start_server(stub.handle, "127.0.0.1", 0) as server:
@@ -419,14 +419,14 @@ def test_ready_means_that_all_answers_of_two_rounds_are_good():
     run(story)
 
 
-def test_no_server_is_no_answer():
+def test_no_server_is_status_0():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     assert asyncio.run(status_of(f"http://127.0.0.1:{port}", "/")) == 0
 
 
-def test_a_child_does_not_wait_for_a_launcher_that_does_not_read():
+def test_a_child_does_not_block_on_a_launcher_that_does_not_read():
     async def story():
         talks = """
             import logging
