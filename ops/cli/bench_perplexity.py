@@ -24,7 +24,7 @@ def add_parser(subjects: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = subjects.add_parser(
         "perplexity",
         help="accuracy of quantized weights: the perplexity of a text",
-        description="Measures the perplexity of a text with full, int8, int4 and int8_dynamic weights; lower is better.",
+        description="Measures the perplexity of a text (lower is better) with full, int8, int4, int8_dynamic weights.",
     )
     parser.add_argument(
         "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"

@@ -85,7 +85,7 @@ def test_perplexity_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytes
         (["--text", str(tmp_path / "none")], f"error: --text: {tmp_path / 'none'}: No such file or directory\n"),
         (
             ["--text", str(tmp_path / "latin")],
-            f"{tmp_path / 'latin'} is no text in UTF-8: byte 0 begins no character\n",
+            f"{tmp_path / 'latin'} is not UTF-8 text: invalid byte at offset 0\n",
         ),
     ):
         assert main(["bench", "perplexity", *words]) != 0
