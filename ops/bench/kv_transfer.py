@@ -16,17 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.base.python_command import python_command
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-)
+from kvferry.common.cluster.events import KvSendFailed, PieceArrived, PieceBad
 from kvferry.common.config.protocol import Limits
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots

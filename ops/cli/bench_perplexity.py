@@ -9,10 +9,7 @@ from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.host import probe_host
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.node import set_thread_variables
-from kvferry.ops.cli.numbers import (
-    at_least,
-    positive,
-)
+from kvferry.ops.cli.numbers import at_least, positive
 
 DEFAULT_TEXT = Path(__file__).parents[1] / "bench" / "perplexity.txt"
 """Must never change: only figures of the same text can be compared."""

@@ -5,10 +5,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    ModelLoadError,
-)
+from kvferry.common.base.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from kvferry.common.tokenizer import Tokenizer

@@ -6,11 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-    RequestInvalidError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError, RequestInvalidError
 from kvferry.ops import model_store
 from kvferry.ops.cli.errors import DONE
 from kvferry.ops.cli.sampling import Parameters, add_sampling_options, sampling_parameters

@@ -4,10 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.common.config.keys import KEY_ROLES, PUBLIC_SUFFIX, Key, key_line, read_secret_file
 from kvferry.ops.cli.errors import DONE
 

@@ -5,11 +5,7 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-    RequestInvalidError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError, RequestInvalidError
 
 _ANSWERS_IN_CLEAR = frozenset(
     ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")

@@ -8,17 +8,10 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.ops.cli.pluralize import pluralize
 from kvferry.ops.cli.sampling import Parameters
-from kvferry.ops.cli.target import (
-    parse_url,
-    refusal,
-    unreachable,
-)
+from kvferry.ops.cli.target import parse_url, refusal, unreachable
 
 _DATA = "data:"
 _LONGEST_S = 3600.0

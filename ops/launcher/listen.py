@@ -5,10 +5,7 @@ import errno
 import socket
 from dataclasses import dataclass
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 
 UNREAD_S = 120.0
 """TCP_USER_TIMEOUT: a client that acknowledges no data for this long is disconnected, since its answer stays in memory

@@ -9,11 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.common.base.clock import MonotonicClock
-from kvferry.common.base.log_writer import (
-    STDERR_FD,
-    STDOUT_FD,
-    LogWriter,
-)
+from kvferry.common.base.log_writer import STDERR_FD, STDOUT_FD, LogWriter
 from kvferry.common.config.checks import config_notes, host_notes
 from kvferry.common.config.docs import config_as_toml
 from kvferry.common.config.host import probe_host

@@ -7,10 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import IO
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.common.base.parent_death_signal import with_death_signal
 from kvferry.common.base.python_command import python_command
 from kvferry.ops.cli.errors import WRONG_USE

@@ -6,11 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvferry.common.base.clock import Clock
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, InvariantError, KvferryError
 from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.ops.launcher.core import (
     Action,

@@ -15,13 +15,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from kvferry.ops.bench.peers.spec import (
-    LoadPeer,
-    Peer,
-    PeerTask,
-    PeerTimes,
-    rss_mb,
-)
+from kvferry.ops.bench.peers.spec import LoadPeer, Peer, PeerTask, PeerTimes, rss_mb
 
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai", "llamacpp": "xllamacpp"}
 """Peer -> the package to import."""

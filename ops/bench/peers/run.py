@@ -15,10 +15,7 @@ from kvferry.common.base.errors import ConfigError
 from kvferry.common.base.python_command import python_command
 from kvferry.ops.bench.peers.child import PACKAGES
 from kvferry.ops.bench.peers.gguf_copy import copy_gguf
-from kvferry.ops.bench.peers.spec import (
-    PeerTask,
-    PeerTimes,
-)
+from kvferry.ops.bench.peers.spec import PeerTask, PeerTimes
 
 _FIND_S = 60.0
 _MEASURE_S = 1800.0

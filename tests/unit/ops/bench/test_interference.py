@@ -5,10 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.ops.bench.interference import Side, interference_table, main, plot
 from kvferry.ops.bench.serve.load import RequestLoad
 from kvferry.ops.bench.serve.report import Frame, ServeReport, make_report

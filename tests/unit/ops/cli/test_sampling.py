@@ -5,10 +5,7 @@ import math
 
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    RequestInvalidError,
-)
+from kvferry.common.base.errors import ConfigError, RequestInvalidError
 from kvferry.ops.cli.sampling import _OPTIONS, Parameters, add_sampling_options, new_tokens, sampling_parameters
 from kvferry.router.http.parameters import SEED_MAX, read_parameters
 

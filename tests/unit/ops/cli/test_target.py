@@ -4,16 +4,8 @@ import ssl
 
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    RequestInvalidError,
-)
-from kvferry.ops.cli.target import (
-    Target,
-    parse_url,
-    refusal,
-    why_unreachable,
-)
+from kvferry.common.base.errors import ConfigError, RequestInvalidError
+from kvferry.ops.cli.target import Target, parse_url, refusal, why_unreachable
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,7 @@ import psutil
 import pytest
 
 from kvferry.common.base.clock import MonotonicClock
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.load import load_config
 from kvferry.ops.launcher.cluster import serve_config
@@ -28,12 +25,7 @@ from kvferry.ops.launcher.listen import listen
 from kvferry.ops.launcher.process import ChildSpec, prefixed, start_child
 from kvferry.ops.launcher.readiness import status_of, wait_until_answered
 from kvferry.ops.launcher.restart_policy import RestartLimits
-from kvferry.ops.launcher.run_dir import (
-    has_room_for_sockets,
-    remove_left_over,
-    run_base,
-    run_directory,
-)
+from kvferry.ops.launcher.run_dir import has_room_for_sockets, remove_left_over, run_base, run_directory
 from kvferry.ops.launcher.supervisor import STOP_SIGNALS, Supervisor
 from tests.support.eventually import PATIENCE_S
 from tests.support.processes import has_ended
