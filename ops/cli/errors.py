@@ -18,8 +18,8 @@ from kvferry.common.base.errors import (
 
 DEBUG_ENV = "KVFERRY_DEBUG"
 
-DONE, FAILED, WRONG_USE = 0, 1, 2
-_WRONG_USE = (ConfigError, ModelLoadError, DeviceUnavailableError, RequestInvalidError)
+DONE, FAILED, USAGE_ERROR = 0, 1, 2
+_USAGE_ERRORS = (ConfigError, ModelLoadError, DeviceUnavailableError, RequestInvalidError)
 
 
 def report(error: BaseException, command: str, *, debug: bool) -> int:
@@ -30,7 +30,7 @@ def report(error: BaseException, command: str, *, debug: bool) -> int:
     mark = "" if isinstance(error, KeyboardInterrupt) else "error: "
     if sys.stderr is not None:  # None if it was closed before the start
         sys.stderr.write(f"{command}: {mark}{_text(error)}\n")
-    return WRONG_USE if isinstance(_first(error), _WRONG_USE) else FAILED
+    return USAGE_ERROR if isinstance(_first(error), _USAGE_ERRORS) else FAILED
 
 
 def _first(error: BaseException) -> BaseException:

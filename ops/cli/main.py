@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from kvferry.ops.cli import bench, demo, doctor, infer, keys, node, router, serve
-from kvferry.ops.cli.errors import DONE, WRONG_USE, report
+from kvferry.ops.cli.errors import DONE, USAGE_ERROR, report
 
 _COMMANDS = (serve, router, node, infer, keys, doctor, bench, demo)
 
@@ -22,7 +22,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2."""
-        self.exit(WRONG_USE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:

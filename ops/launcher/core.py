@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.common.base.errors import InvariantError
+from kvferry.ops.cli.errors import USAGE_ERROR
 from kvferry.ops.launcher.restart_policy import RestartLimits, RestartPolicy
 
 _START_CRASHES_MAX = 5
-_WRONG_USE = 2
 _ERROR_LINE = re.compile(r"kvferry [a-z]+: error: (.+)")
 
 
@@ -110,7 +110,7 @@ class FinishLaunch:
     """All children have exited. `error` is empty after an orderly stop."""
 
     error: str = ""
-    wrong_use: bool = False
+    is_usage_error: bool = False
     """The configuration is wrong: a child ended with exit code 2."""
 
 
@@ -147,7 +147,7 @@ class LauncherCore:
         self._phase = Phase.STARTING
         self._stage_stopping: Stage | None = None
         self._error = ""
-        self._wrong_use = False
+        self._is_usage_error = False
 
     @property
     def phase(self) -> Phase:
@@ -208,7 +208,7 @@ class LauncherCore:
         restart_at = child.policy.died(now)
         if self._phase is Phase.STARTING and (event.code > 0 or child.policy.quick_deaths >= _START_CRASHES_MAX):
             self._error = f"{event.name} could not start: {error or event.last_line or _how(event.code)}"
-            self._wrong_use = event.code == _WRONG_USE
+            self._is_usage_error = event.code == USAGE_ERROR
             return self._begin_stop(now)
         child.restart_at = restart_at
         how = _how(event.code) + (f": {error}" if error else "")
@@ -237,7 +237,7 @@ class LauncherCore:
         living = [child for child in self._children.values() if child.running]
         if not living:
             self._phase = Phase.OVER
-            return [FinishLaunch(self._error, self._wrong_use)]
+            return [FinishLaunch(self._error, self._is_usage_error)]
         first = min((child.plan.stage for child in living), key=lambda stage: stage.value)
         if self._phase is Phase.KILLING or first is self._stage_stopping:
             return []

@@ -10,7 +10,7 @@ from typing import IO
 from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.common.base.parent_death_signal import with_death_signal
 from kvferry.common.base.python_command import python_command
-from kvferry.ops.cli.errors import WRONG_USE
+from kvferry.ops.cli.errors import USAGE_ERROR
 
 _STOP_S = 60.0
 
@@ -45,7 +45,7 @@ def _ready(server: "subprocess.Popen[str]", log: IO[str]) -> tuple[str, str]:
     assert server.stdout is not None
     words = server.stdout.readline().split()
     if len(words) != 3 or words[0] != "ready":
-        kind = ConfigError if server.wait() == WRONG_USE else KvferryError
+        kind = ConfigError if server.wait() == USAGE_ERROR else KvferryError
         raise kind(f"the cluster did not start: {_last_line(log)}")
     return words[1], words[2].removeprefix("model=")
 

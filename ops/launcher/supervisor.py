@@ -76,7 +76,7 @@ class Supervisor:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
         if self._finish is not None and self._finish.error:
-            kind = ConfigError if self._finish.wrong_use else KvferryError
+            kind = ConfigError if self._finish.is_usage_error else KvferryError
             raise kind(self._finish.error)
 
     def pids(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from tests.support.tiny_llama import random_prompt
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("common", "decode_node", "ops", "prefill_node", "router", "src")
+FOLDERS = ("common", "decode_node", "ops", "prefill_node", "router", "src", "tests")
 DEADLINE_S = 120.0
 TRAP = """
 with open(__file__ + ".imported", "w"):
@@ -83,14 +84,21 @@ def pip(*words: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: setuptools writes into the folder that it builds from, and takes what an older build left."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree: setuptools writes into the folder that it builds from, and reuses files of older builds."""
+    source = tmp_path_factory.mktemp("source")
     for name in FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the copy."""
+    out = tmp_path_factory.mktemp("wheel")
     pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out), str(source))
     (built,) = out.iterdir()
     return built
@@ -150,6 +158,16 @@ def test_the_wheel_holds_what_is_read_at_run_time(wheel: Path) -> None:
     assert any(name.endswith(".h") for name in native)
     data = {"kvferry/ops/bench/perplexity.txt", "kvferry/ops/check_words.toml", "kvferry/py.typed"}
     assert (native | data) - held == set()
+
+
+def test_the_source_distribution_holds_one_package(source: Path, tmp_path: Path) -> None:
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(tmp_path)!r})"
+    run(sys.executable, "-c", build, cwd=source)
+    (file,) = tmp_path.iterdir()
+    with tarfile.open(file) as archive:
+        paths = [Path(*Path(name).parts[1:]) for name in archive.getnames()]
+    assert {path.name for path in paths if path.parent == Path("src")} == {"kvferry", "kvferry.egg-info", "README.md"}
+    assert {path.parts[0] for path in paths if path.suffix in (".py", ".cpp", ".h")} == {"src"}
 
 
 def test_the_description_has_no_link_into_the_repository(wheel: Path) -> None:
