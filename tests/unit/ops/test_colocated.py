@@ -3,22 +3,9 @@
 import pytest
 
 from kvferry.common.base.ids import AttemptKey
-from kvferry.common.cluster.actions import (
-    ExitProcess,
-    OpenLink,
-    RunStep,
-    SendPiece,
-)
+from kvferry.common.cluster.actions import ExitProcess, OpenLink, RunStep, SendPiece
 from kvferry.common.cluster.events import DrainRequested
-from kvferry.common.protocol.messages import (
-    Cancel,
-    FirstToken,
-    Gone,
-    HandedOver,
-    HandoverFailed,
-    Reserve,
-    Tokens,
-)
+from kvferry.common.protocol.messages import Cancel, FirstToken, Gone, HandedOver, HandoverFailed, Reserve, Tokens
 from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.prefill_node.job import JobState
