@@ -141,11 +141,9 @@ class PieceTally:
         if written == self._ranks:
             return []  # a duplicate
         written.add(rank)
-        return (
-            [PieceArrived(piece)]
-            if written == self._ranks
-            else self._bad_if_complete(piece.key, receiving, piece.number)
-        )
+        if written == self._ranks:
+            return [PieceArrived(piece)]
+        return self._bad_if_complete(piece.key, receiving, piece.number)
 
     def _on_bad(self, rank: int, key: TransferKey, number: int, reason: str) -> list[KvEvent]:
         receiving = self._receiving.get(key)

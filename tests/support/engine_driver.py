@@ -137,7 +137,7 @@ class EngineDriver:
             self.step(work)
 
     def serve(self, sequences: list[Sequence], new_tokens: int, budget: int, in_flight: int) -> None:
-        """Schedule at most `in_flight` sequences at a time: decodes first, the rest of the budget for prompts in order."""
+        """Run at most `in_flight` sequences at a time: decodes first, the rest of the budget for prompts in order."""
         waiting, running = list(sequences), list[Sequence]()
         while waiting or running:
             while waiting and len(running) < in_flight:

@@ -10,5 +10,5 @@ def real_model_path() -> Path:
     """The GGUF file in the user's cache. Fails with instructions if it is missing."""
     cache = Path(os.environ.get("KVFERRY_CACHE", Path.home() / ".cache" / "kvferry"))
     path = cache / "models" / FILE_NAME
-    assert path.is_file(), f"{path} is missing: run `make setup` to download it, or skip these tests with -m 'not model'"
+    assert path.is_file(), f"{path} is missing: run `make setup`, or skip these tests with -m 'not model'"
     return path

@@ -14,8 +14,8 @@ from kvferry.common.cluster.events import (
     StepGoesOn,
 )
 from kvferry.common.engine.engine_thread import (
-    SHORT_STEP_S,
     PROGRESS_INTERVAL_S,
+    SHORT_STEP_S,
     EngineThread,
 )
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
@@ -101,10 +101,12 @@ DECODE = tuple(StepBatch(number, (part(5, number),)) for number in (1, 2, 3))
 CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),))
 
 
-@pytest.mark.parametrize(("layer_s", "events"), [(PROGRESS_INTERVAL_S * 3, 4), (PROGRESS_INTERVAL_S / 2, 2), (PROGRESS_INTERVAL_S / 8, 0)])
-def test_a_long_step_posts_its_progress_but_not_for_every_layer(layer_s: float, events: int):
-    """ADR 0027."""
-    _, posted = run_slow(layer_s, DECODE[0])
+@pytest.mark.parametrize(
+    ("layer_s", "events"), [(PROGRESS_INTERVAL_S * 3, 4), (PROGRESS_INTERVAL_S / 2, 2), (PROGRESS_INTERVAL_S / 8, 0)]
+)
+def test_a_long_step_posts_its_progress_but_not_for_every_layer(intervals: float, events: int):
+    """Each layer takes so many intervals. ADR 0027."""
+    _, posted = run_slow(intervals * PROGRESS_INTERVAL_S, DECODE[0])
     assert posted == [*[StepGoesOn()] * events, StepDone(StepResult(1))]
 
 

@@ -134,9 +134,7 @@ def serve(
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: type(device).__name__)
-def test_swapped_streams_equal_the_undisturbed_ones(
-    device: Device, tmp_path: Path, loaded: LoadedModel
-) -> None:
+def test_swapped_streams_equal_the_undisturbed_ones(device: Device, tmp_path: Path, loaded: LoadedModel) -> None:
     if isinstance(device, PagedDevice):
         make_checkpoint(tmp_path)
         loaded = load_model(tmp_path, device=device, dtype="float32", progress=False)
