@@ -1,8 +1,7 @@
-"""One request on the decode node, from its reservation to the record of its end. Plain state with small rules.
+"""One request on the decode node, from its reservation to its end, and the table of all of them. Pure.
 
-All entries of the decode role: found by plan, by transfer key, by sequence; and how one ends. Pure.
-
-An entry's blocks are the scheduler's sequence. Writing for a key is stopped before its blocks may go, in order.
+Found by attempt, by transfer key and by sequence. An entry's blocks are the scheduler's sequence; pieces for its key
+stop being written before its blocks are freed, in this order of actions.
 """
 
 from array import array
@@ -45,56 +44,46 @@ from kvferry.decode_node.staging_slots import StagingSlots
 
 @dataclass(slots=True)
 class Entry:
-    """What the decode role knows of one attempt of one request."""
+    """What the decode role keeps of one attempt of one request."""
 
     key: TransferKey
     worker: Incarnation
     placement_no: int
     transfer_no: int
-    spec: SequenceSpec
+    sequence: SequenceSpec
+    """What the scheduler is given."""
     deadline: float
+    """Local time in seconds, including the grace."""
     output_token_ids: "array[int]"
-    """All output ids of the request, earlier attempts' included."""
+    """All output ids of the request, including earlier attempts'."""
     machine: Machine[ReceiveState, ReceiveEvent] = field(init=False)
     seq_id: int | None = None
     ledger: PieceLedger | None = None
     staged: bool = False
     """Its sender can write into staging slots."""
     revocation: Revoke | Refused | None = None
-    """What its prefill node was told, and is told again, when the reservation was not kept."""
+    """What its prefill node was sent when the reservation was not kept; repeated when that asks again."""
     commit: Commit | None = None
     cached_tokens: int = 0
-    """Prompt tokens that the prefix cache spared where the prompt was computed."""
+    """Prompt tokens whose KV the prefix cache had where the prompt was computed."""
     finish: FinishReason | None = None
     error: str | None = None
-    queued_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.machine = Machine(RECEIVE_TABLE, f"{self.key.request_id[:8]}/{self.key.attempt}.{self.key.generation}")
 
     @classmethod
     def from_reserve(cls, message: Reserve, now: float, grace_s: float) -> "Entry":
-        """A reservation as asked for. Times become local ones here."""
-        known = message.prompt_token_ids + message.output_token_ids
-        spec = SequenceSpec(
-            token_ids=known,
-            num_prompt_tokens=len(message.prompt_token_ids),
-            sampling=message.sampling,
-            priority=message.priority,
-            accepted_at=now - message.waited_ms / 1000,
-            mode="decode",
-            times_preempted=message.times_preempted,
-        )
-        deadline = now + message.remaining_ms / 1000 + grace_s
+        """A requested reservation. Times become local ones here."""
+        accepted_at = now - message.waited_ms / 1000
         return cls(
             key=message.key,
             worker=message.worker,
             placement_no=message.placement_no,
             transfer_no=message.transfer_no,
-            spec=spec,
-            deadline=deadline,
-            output_token_ids=message.output_token_ids[:],
-            queued_at=now,
+            sequence=SequenceSpec.of(message.spec, accepted_at=accepted_at, mode="decode"),
+            deadline=now + message.remaining_ms / 1000 + grace_s,
+            output_token_ids=message.spec.output_token_ids[:],
             staged=message.staged,
         )
 
@@ -106,7 +95,7 @@ class Entry:
             worker=computed.worker,
             placement_no=computed.placement_no,
             transfer_no=0,
-            spec=computed.spec,
+            sequence=computed.sequence,
             deadline=computed.deadline,
             output_token_ids=computed.output_token_ids[:],
             cached_tokens=computed.cached_tokens,
@@ -119,22 +108,21 @@ class Entry:
 
     @property
     def state(self) -> ReceiveState:
-        """The present state."""
         return self.machine.state
 
     @property
     def is_local(self) -> bool:
-        """Nothing was or will be transferred for it."""
+        """Computed in this process: nothing is transferred for it."""
         return self.key.prefill == self.key.decode
 
     @property
-    def is_record(self) -> bool:
-        """Ended here: kept only to be told again."""
+    def has_ended(self) -> bool:
+        """Kept only to be reported again."""
         return self.state in ENDED
 
     @property
     def is_open(self) -> bool:
-        """Not committed: it is there for its prefill node, as long as that lists it."""
+        """Not committed: kept for its prefill node, until that one's wanted set drops it."""
         return self.state in (ReceiveState.QUEUED, ReceiveState.RESERVED, ReceiveState.REVOKED)
 
     def check_invariants(self) -> None:
@@ -143,7 +131,7 @@ class Entry:
         if holds != (self.state in HOLDS_BLOCKS):
             raise InvariantError(f"{self.key} is {self.state.name} with sequence {self.seq_id}")
         if (self.revocation is not None) != (self.state is ReceiveState.REVOKED):
-            raise InvariantError(f"{self.key} is {self.state.name} and was told {self.revocation}")
+            raise InvariantError(f"{self.key} is {self.state.name} with revocation {self.revocation}")
         owned = self.state in (ReceiveState.OWNED, ReceiveState.RUNNING)
         if owned and (self.commit is None) != self.is_local:
             raise InvariantError(f"{self.key} is {self.state.name} and its Commit is {self.commit}")
@@ -151,7 +139,7 @@ class Entry:
 
 @dataclass(slots=True)
 class EntryTable:
-    """See the module's docstring."""
+    """All entries, and how they end."""
 
     scheduler: Scheduler
     staging: StagingSlots
@@ -159,18 +147,16 @@ class EntryTable:
     by_key: dict[TransferKey, Entry] = field(default_factory=dict)
     by_seq: dict[int, Entry] = field(default_factory=dict)
     queued: dict[TransferKey, Entry] = field(default_factory=dict)
-    """Reservations that wait for room."""
+    """Reservations that wait for blocks."""
 
     def __iter__(self) -> Iterator[Entry]:
-        """A copy: entries may be dropped meanwhile."""
+        """Over a copy: entries may be dropped meanwhile."""
         return iter(list(self.by_attempt.values()))
 
     def add(self, entry: Entry) -> None:
-        """A new one, without blocks yet."""
         self.by_attempt[entry.attempt_key] = self.by_key[entry.key] = entry
 
     def attach(self, entry: Entry, seq_id: int) -> None:
-        """It has blocks now."""
         entry.seq_id = seq_id
         self.by_seq[seq_id] = entry
 
@@ -181,7 +167,7 @@ class EntryTable:
             entry.seq_id = None
 
     def drop(self, entry: Entry, now: float) -> list[Action]:
-        """Leave no trace of it."""
+        """Remove it and free its blocks."""
         actions = self._end_sequence(entry, now)
         self.queued.pop(entry.key, None)
         self.by_attempt.pop(entry.attempt_key, None)
@@ -189,8 +175,8 @@ class EntryTable:
         return actions
 
     def revoke(self, entry: Entry, answer: Revoke | Refused, now: float) -> list[Action]:
-        """It is not kept, and its prefill node is told so. Remembered until that no longer lists it: the Reserve may
-        come once more."""
+        """Cancel the reservation and notify the prefill node. The entry stays, without blocks, until that node's wanted
+        set drops the request: its Reserve may arrive once more."""
         actions = self._end_sequence(entry, now)
         self.queued.pop(entry.key, None)
         entry.ledger, entry.revocation = None, answer
@@ -198,21 +184,21 @@ class EntryTable:
         return [*actions, Send(entry.key.prefill, answer)]
 
     def lose(self, entry: Entry, why: str, now: float) -> list[Action]:
-        """It cannot go on here: a record is left, and its worker is told."""
+        """It cannot continue here: notify its worker, and keep the entry to answer again."""
         actions = self._end_sequence(entry, now)
         entry.error = why
         entry.machine.move(ReceiveEvent.LOSE, now)
         return [*actions, gone(entry)]
 
     def preempt(self, entry: Entry, now: float) -> list[Action]:
-        """It goes on elsewhere: a record is left, and its worker is told."""
+        """It continues elsewhere: notify its worker, and keep the entry to answer again."""
         actions = self._end_sequence(entry, now)
         entry.machine.move(ReceiveEvent.PREEMPT, now)
         return [*actions, gone(entry)]
 
     def stop_writing(self, entry: Entry, now: float) -> list[Action]:
-        """No piece is written for it any more. Its staging slots are free if every write was confirmed, by the Commit;
-        else they rest."""
+        """Have no piece written for it any more. Its staging slots are free if the Commit has confirmed every write;
+        otherwise they are quarantined."""
         self.staging.release(entry.key, now, confirmed=entry.commit is not None)
         return [ForgetPieces(entry.key)]
 
@@ -226,7 +212,7 @@ class EntryTable:
         return actions
 
     def of(self, client: Incarnation) -> list[Entry]:
-        """Those of a worker, or of a prefill node while these are open."""
+        """The entries of a worker, or the open ones of a prefill node."""
         return [e for e in self if e.worker == client or (e.key.prefill == client and e.is_open)]
 
     def check_invariants(self) -> None:
@@ -247,7 +233,7 @@ class EntryTable:
 
 
 def gone(entry: Entry) -> Send:
-    """What its worker is told of an entry that was lost or given back."""
+    """The message to its worker about an entry that was lost or preempted."""
     preempted = entry.state is ReceiveState.PREEMPTED
     message = Gone(
         request_id=entry.key.request_id,

@@ -1,16 +1,16 @@
-"""The decode node's end of a hand-over: room, pieces, ownership, and the request's life after it. Pure.
+"""The states of a request on the decode node, from its reservation to its end, and the record of its pieces. Pure.
 
-QUEUED      no room yet; the reservation waits
-RESERVED    blocks are kept, pieces may be written
-OWNED       committed: this node answers for the request, but pieces are missing still
-RUNNING     every piece is there and right: it decodes
-FINISHED    its last token was drawn
-FAILED      no token could be drawn
-REVOKED  granted and not kept; its prefill node knows, or will
-PREEMPTED  preempted, or drained: it goes on elsewhere
-LOST        it cannot go on here: pieces or time are missing
-The last four are records without blocks, kept until the worker's list no longer has them.
-A request whose prompt was computed in this very process is RUNNING at once: it has its blocks, and no pieces come.
+QUEUED      no blocks yet; the reservation waits
+RESERVED    blocks are reserved, pieces may be written
+REVOKED     the reservation was cancelled; its prefill node is notified
+OWNED       committed: this node owns the request, but pieces are still missing
+RUNNING     every piece arrived undamaged: it decodes
+FINISHED    its last token was sampled
+FAILED      no token could be sampled
+PREEMPTED   blocks ran out, or the node drains: it continues elsewhere
+LOST        it cannot continue here: pieces or time are missing
+The last four have ended: entries without blocks, kept until the worker's wanted set drops the request. A request whose
+prompt was computed in this very process is RUNNING from the start: it has its blocks, and no pieces arrive.
 
 Protocol rules 15, 16, 23 to 27.
 """
@@ -24,7 +24,7 @@ from kvferry.common.protocol.messages import Commit, Piece
 
 
 class ReceiveState(Enum):
-    """Where a hand-over is, at its receiver."""
+    """Where a request is, on the decode node."""
 
     QUEUED = auto()
     RESERVED = auto()
@@ -38,27 +38,27 @@ class ReceiveState(Enum):
 
 
 class ReceiveEvent(Enum):
-    """What moves it. Leaving the table altogether (abort, reaping) needs no row."""
+    """What moves it. Removal from the table (abort, no longer wanted) needs no row."""
 
     GRANT = auto()
-    """There is room."""
+    """There are blocks for it."""
     REVOKE = auto()
-    """The decode node does not keep what it granted. A copy of the Reserve must not be granted anew: pieces that were
-    sent for the first grant would be taken for the second one's."""
+    """The decode node cancels the reservation. A copy of the Reserve must not be granted again: pieces sent for the
+    first grant would be taken for the second one's."""
     COMMIT = auto()
     """The prefill node hands it over."""
     ADOPT = auto()
     """The prefill role of this process has computed it."""
     COMPLETE = auto()
-    """The last missing piece is there, and all are right."""
+    """The last missing piece arrived, and all are undamaged."""
     FINISH = auto()
-    """Its last token was drawn."""
+    """Its last token was sampled."""
     FAIL = auto()
-    """No token could be drawn."""
+    """No token could be sampled."""
     PREEMPT = auto()
-    """Preempted, or the drain took too long."""
+    """Blocks ran out, or the drain took too long."""
     LOSE = auto()
-    """Pieces did not come or are wrong, or its deadline passed."""
+    """Pieces did not arrive or are damaged, or its deadline passed."""
 
 
 _S, _E = ReceiveState, ReceiveEvent
@@ -86,17 +86,17 @@ ENDED = (_S.FINISHED, _S.FAILED, _S.PREEMPTED, _S.LOST)
 
 @dataclass(slots=True)
 class PieceLedger:
-    """Which pieces of one transfer key are there and right, and which were asked for again."""
+    """Which pieces of one transfer key arrived undamaged, and which were asked for again."""
 
     num_layers: int
     first_token_pos: int
     arrived: dict[int, Piece] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
-    """Came damaged, and not right since."""
+    """Arrived damaged, and not undamaged since."""
     asked: set[int] = field(default_factory=set)
-    """Asked for once more already."""
+    """Already asked for a second time."""
     spoiled: set[int] = field(default_factory=set)
-    """Came damaged at least once."""
+    """Arrived damaged at least once."""
     last_arrival: float = 0.0
 
     def add(self, piece: Piece, now: float) -> None:
@@ -106,17 +106,17 @@ class PieceLedger:
         self.last_arrival = now
 
     def add_damaged(self, number: int, now: float) -> None:
-        """A piece came that was not right."""
+        """A piece arrived damaged."""
         self.damaged.add(number)
         self.spoiled.add(number)
         self.last_arrival = now
 
     def missing(self, commit: Commit) -> tuple[int, ...]:
-        """Numbers that the Commit counts and that are not there."""
+        """Numbers that the Commit counts and that have not arrived."""
         return tuple(number for number in range(commit.num_pieces) if number not in self.arrived)
 
     def ask(self, numbers: Collection[int], now: float) -> bool:
-        """Note that these are asked for once more; False when one of them was already."""
+        """Note that these are asked for a second time. Returns False if one of them already was."""
         if self.asked.intersection(numbers):
             return False
         self.asked.update(numbers)
@@ -125,13 +125,13 @@ class PieceLedger:
         return True
 
     def hear_of(self, waiting: Collection[int], now: float) -> None:
-        """Its sender has these, and they come in their turn: they count as not asked for."""
+        """These still wait at their sender: they count as not asked for."""
         if waiting:
             self.asked.difference_update(waiting)
             self.last_arrival = now
 
     def fault(self, commit: Commit) -> str | None:
-        """With all pieces there: what is wrong with them as a whole. None: they cover exactly what was lacked."""
+        """With all pieces there: what is wrong with them as a whole. None if they cover exactly what was missing."""
         if commit.first_token_pos != self.first_token_pos:
             return f"carries positions from {commit.first_token_pos} on, {self.first_token_pos} was asked for"
         want = self.num_layers * max(0, commit.num_tokens - self.first_token_pos)

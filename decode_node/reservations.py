@@ -1,9 +1,9 @@
-"""Who gets room on the decode node, and who has to give it back: Reserve, Granted, Queued, Refused, Revoke. Pure.
+"""Which requests get blocks on the decode node, and which lose them again: Reserve, Grant, queue, Revoke. Pure.
 
 Protocol rules 13, 16, 18, 27, 28.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.common.base.errors import RequestInvalidError
@@ -30,17 +30,17 @@ from kvferry.decode_node.receive_table import (
 
 @dataclass(slots=True)
 class Reservations:
-    """Grants all or nothing, in the order of class and age; the rest is queued or refused."""
+    """Grants a request all its blocks or none, by class and age; queues or refuses the others."""
 
     entries: EntryTable
     timers: Timers
     limits: Limits
     num_layers: int
-    clients: Callable[[], ClientTable]
+    clients: ClientTable
     draining: bool = False
 
     def on_reserve(self, client: Client, message: Reserve, now: float) -> list[Action]:
-        """A prefill node asks; asking again gets the same answer."""
+        """A repeated Reserve gets the same answer."""
         key = message.key
         actions: list[Action] = []
         present = self.entries.by_attempt.get(AttemptKey(key.request_id, key.attempt))
@@ -55,7 +55,7 @@ class Reservations:
             return [*actions, Send(client.incarnation, Refused(key=key, reason=reason))]
         entry = Entry.from_reserve(message, now, self.timers.deadline_grace_s)
         try:
-            self.entries.scheduler.check(entry.spec)
+            self.entries.scheduler.check(entry.sequence)
         except RequestInvalidError as error:
             return [*actions, Send(client.incarnation, Refused(key=key, reason=str(error)))]
         self.entries.add(entry)
@@ -65,7 +65,7 @@ class Reservations:
         key = message.key
         if self.draining:
             return "draining"
-        worker = self.clients().get(message.worker)
+        worker = self.clients.get(message.worker)
         if worker is None or now - worker.last_heartbeat > self.timers.worker_link_s:
             return "no_worker_link"
         if not worker.wants(message.placement_no, key.request_id, key.attempt):
@@ -83,7 +83,7 @@ class Reservations:
         return [Send(entry.key.prefill, Queued(key=entry.key))]
 
     def _reserve(self, entry: Entry, now: float) -> bool:
-        reservation = self.entries.scheduler.reserve(entry.spec, now)
+        reservation = self.entries.scheduler.reserve(entry.sequence, now)
         if reservation is None:
             return False
         self.entries.attach(entry, reservation.seq_id)
@@ -112,10 +112,10 @@ class Reservations:
             return [self._grant_message(entry)]
         if entry.revocation is not None:
             return [Send(entry.key.prefill, entry.revocation)]
-        return []  # committed since: the Reserve is an old copy
+        return []  # committed meanwhile: the Reserve is an old copy
 
     def grant_queued(self, now: float) -> list[Action]:
-        """Grant what waits, best first, while there is room: nobody overtakes the head."""
+        """Grant queued reservations, best first, while there are blocks. No reservation overtakes the head."""
         actions: list[Action] = []
         for entry in sorted(self.entries.queued.values(), key=lambda e: self._rank(e, now)):
             if not self._reserve(entry, now):
@@ -127,15 +127,15 @@ class Reservations:
         return actions
 
     def _class(self, entry: Entry, now: float) -> int:
-        return effective_class(entry.spec.priority, entry.spec.accepted_at, now, self.timers.aging_s)
+        return effective_class(entry.sequence.priority, entry.sequence.accepted_at, now, self.timers.aging_s)
 
     def _rank(self, entry: Entry, now: float) -> tuple[int, float]:
-        return (self._class(entry, now), entry.spec.accepted_at)
+        return (self._class(entry, now), entry.sequence.accepted_at)
 
-    # -- what was granted is taken back
+    # -- revoking grants
 
     def _make_room(self, head: Entry, now: float) -> list[Action]:
-        """Reservations of worse classes give way to the head of the queue if that can help, the worst ones first."""
+        """Revoke reservations of worse classes for the head of the queue if that suffices, the worst first."""
         level = self._class(head, now)
         victims = [e for e in self.entries if e.state is ReceiveState.RESERVED and self._class(e, now) > level]
         if not victims or not self._would_suffice(victims, head):
@@ -151,10 +151,10 @@ class Reservations:
         scheduler = self.entries.scheduler
         load = scheduler.load()
         held = sum(len(scheduler.block_table(e.seq_id)) for e in victims if e.seq_id is not None)
-        return (load.free_blocks + held) * load.block_size >= head.spec.tokens_to_start
+        return (load.free_blocks + held) * load.block_size >= head.sequence.tokens_to_start
 
     def revoke_unused(self, now: float) -> list[Action]:
-        """While others wait: grants that no piece has come for in `grant_idle_s`."""
+        """While others wait: revoke grants for which no piece has arrived in `grant_idle_s`."""
         actions: list[Action] = []
         for entry in self.entries if self.entries.queued else ():
             ledger = entry.ledger
@@ -163,8 +163,8 @@ class Reservations:
         return actions
 
     def give_way(self, now: float) -> list[Action]:
-        """While nothing here can run for want of blocks: the worst grant, whatever its class. What decodes was here
-        first, and a hand-over may take long; a whole node would wait for it."""
+        """While nothing here can run because blocks ran out: revoke the worst grant, of whatever class. What decodes
+        was here first, and a whole node would wait for a hand-over that may take long."""
         if not self.entries.scheduler.is_starved:
             return []
         granted = [e for e in self.entries if e.state is ReceiveState.RESERVED]
@@ -172,11 +172,11 @@ class Reservations:
         return [] if worst is None else self._revoke(worst, "growth", now)
 
     def _revoke(self, entry: Entry, reason: str, now: float) -> list[Action]:
-        """Not committed, so nobody rests on it: its prefill node asks the next candidate."""
+        """Not committed yet, so it is safe to revoke: its prefill node asks the next candidate."""
         return self.entries.revoke(entry, Revoke(key=entry.key, reason=reason), now)
 
     def drain(self, now: float) -> list[Action]:
-        """Grant nothing more; what is not committed is taken back."""
+        """Grant nothing more, and revoke what is not committed."""
         self.draining = True
         waiting = [e for e in self.entries if e.state in (ReceiveState.QUEUED, ReceiveState.RESERVED)]
         return [action for entry in waiting for action in self._revoke(entry, "draining", now)]

@@ -1,45 +1,45 @@
-"""The decode role: grants room, takes ownership, decodes, reports tokens. Pure.
+"""The decode role: grants reservations, takes ownership, decodes, sends tokens. Pure.
 
 The life of a request here:
- 1. Reserve: refused when draining, unknown to its worker, or unwanted; queued while there is no room; else granted,
-    and pieces of this transfer key may be written into its blocks (`reservations.py`).
- 2. Commit: owned. It runs when every piece is there and right; what is missing may be asked for once more
-    (`takeover.py`).
- 3. Running: one token a step; the stream starts with the token that came with the Commit (`outbox.py`).
- 4. Its end is a record without blocks, until the worker's list no longer has the request (`entries.py`).
-Reservations live while the prefill node's and the worker's list keep them, committed requests while the worker's does.
-Where the process has a prefill role too, what that one computes comes by `take` and starts at 3.
+ 1. Reserve: refused when the node drains, has no link to the worker, or the request is not wanted; queued while there
+    are no blocks; else granted, and pieces of this transfer key may be written into its blocks (`reservations.py`).
+ 2. Commit: owned. It runs when every piece has arrived undamaged; missing pieces may be asked for once (`commit.py`).
+ 3. Running: one token a step. Its stream starts with the token that came with the Commit (`token_outbox.py`).
+ 4. Ended: kept without blocks until the worker's wanted set drops the request (`entries.py`).
+Reservations live while the wanted sets of prefill node and worker name them, committed requests while the worker's
+does. In a process that has a prefill role too, requests computed there arrive through `adopt` and start at 3.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from kvferry.common.base.ids import (
     AttemptKey,
     RequestId,
 )
 from kvferry.common.cluster.actions import Action
-from kvferry.common.cluster.clients import (
-    Client,
-    ClientTable,
-)
+from kvferry.common.cluster.clients import Client
 from kvferry.common.cluster.events import (
     Event,
     PieceArrived,
     PieceBad,
     SessionClosed,
 )
-from kvferry.common.cluster.node_role import LocalHandover
-from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.cluster.node_role import LocalHandover, RoleContext
 from kvferry.common.protocol.messages import Abort, Cancel, Commit, Message, Refused, Reserve, RoleName
-from kvferry.common.scheduling.events import Failed, Finished, Preempted, Sampled, SchedulerEvent
-from kvferry.common.scheduling.scheduler import Scheduler
+from kvferry.common.scheduling.events import (
+    ChunkComputed,
+    Failed,
+    Finished,
+    Preempted,
+    Prefilled,
+    Sampled,
+    SchedulerEvent,
+    Started,
+)
 from kvferry.common.scheduling.sequence import SequenceSpec
 from kvferry.common.scheduling.step import StepBatch
-from kvferry.decode_node.commit import (
-    CommitHandler,
-    CommitResult,
-)
+from kvferry.decode_node.commit import CommitHandler
 from kvferry.decode_node.entries import (
     Entry,
     EntryTable,
@@ -58,13 +58,7 @@ from kvferry.decode_node.token_outbox import TokenOutbox
 class DecodeRole:
     """All requests of the decode role of one process."""
 
-    scheduler: Scheduler
-    timers: Timers
-    limits: Limits
-    num_layers: int
-    clients: Callable[[], ClientTable]
-    num_staging_slots: int = 0
-    """Slots that one-sided transports may write into."""
+    context: RoleContext
     name: RoleName = "decode"
     staging: StagingSlots = field(init=False)
     entries: EntryTable = field(init=False)
@@ -73,24 +67,28 @@ class DecodeRole:
     _commits: CommitHandler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.staging = StagingSlots(self.num_staging_slots, self.limits.slots_per_transfer, self.timers)
-        self.entries = EntryTable(self.scheduler, self.staging)
-        self._reservations = Reservations(self.entries, self.timers, self.limits, self.num_layers, self.clients)
-        self._commits = CommitHandler(self.entries, self.scheduler, self.timers, self.clients)
+        context = self.context
+        self.staging = StagingSlots(context.num_staging_slots, context.limits.slots_per_transfer, context.timers)
+        self.entries = EntryTable(context.scheduler, self.staging)
+        self._reservations = Reservations(
+            self.entries, context.timers, context.limits, context.shape.num_layers, context.clients
+        )
+        self._commits = CommitHandler(
+            self.entries, context.scheduler, context.timers, context.clients, self.on_scheduler
+        )
 
     # -- messages
 
     def handles(self, message: Message) -> bool:
-        """Reserve, Commit and Abort come from prefill nodes."""
+        """Prefill nodes send Reserve, Commit and Abort."""
         return isinstance(message, Reserve | Commit | Abort)
 
     def on_message(self, client: Client, message: Message, now: float) -> list[Action]:
-        """See the module's docstring."""
         match message:
             case Reserve():
                 return self._reservations.on_reserve(client, message, now)
             case Commit():
-                return self._follow(self._commits.on_commit(client, message, now), now)
+                return self._commits.on_commit(client, message, now)
             case Abort():
                 return self._on_abort(message, now)
             case Cancel():
@@ -113,10 +111,9 @@ class DecodeRole:
                 actions += self.entries.drop(entry, now)
         return actions
 
-    # -- lists
+    # -- the wanted set
 
     def on_heartbeat(self, client: Client, now: float) -> list[Action]:
-        """Free what the client's list no longer has; answer what a worker expects."""
         actions: list[Action] = []
         for entry in self.entries.of(client.incarnation):
             if entry.worker == client.incarnation:
@@ -126,21 +123,21 @@ class DecodeRole:
             if not wanted:
                 actions += self.entries.drop(entry, now)
         if client.kind == "worker":
-            for line in client.entries.values():
-                known = self.entries.by_attempt.get(AttemptKey(line.request_id, line.attempt))
-                if line.expected and known is not None and known.worker == client.incarnation:
-                    actions += self._tell_state(known, line.next_index, line.resend)
+            for wanted_request in client.wanted.values():
+                known = self.entries.by_attempt.get(AttemptKey(wanted_request.request_id, wanted_request.attempt))
+                if wanted_request.expected and known is not None and known.worker == client.incarnation:
+                    actions += self._report_state(known, wanted_request.next_index, wanted_request.resend)
         return actions
 
-    def _tell_state(self, entry: Entry, next_index: int, resend: bool) -> list[Action]:
+    def _report_state(self, entry: Entry, next_index: int, resend: bool) -> list[Action]:
         if entry.state in (ReceiveState.PREEMPTED, ReceiveState.LOST):
             return [gone(entry)]
-        if entry.is_record or (resend and entry.state is ReceiveState.RUNNING):
+        if entry.has_ended or (resend and entry.state is ReceiveState.RUNNING):
             self._outbox.add_from(entry, next_index)
         return []
 
     def on_client_lost(self, client: Client, now: float) -> list[Action]:
-        """A worker loses all it had; a prefill node's open reservations go."""
+        """Free a worker's requests, or a prefill node's open reservations."""
         actions: list[Action] = []
         for entry in self.entries.of(client.incarnation):
             actions += self.entries.drop(entry, now)
@@ -148,17 +145,15 @@ class DecodeRole:
         return actions
 
     def knows(self, request_id: RequestId, attempt: int) -> bool:
-        """Whether anything is held or recorded for this attempt."""
         entry = self.entries.by_attempt.get(AttemptKey(request_id, attempt))
         return entry is not None and entry.revocation is None
 
     # -- transport
 
     def on_event(self, event: Event, now: float) -> list[Action]:
-        """Pieces that were written, or came damaged."""
         match event:
             case PieceArrived(piece):
-                return self._follow(self._commits.on_piece(piece, now), now)
+                return self._commits.on_piece(piece, now)
             case PieceBad(key, number, reason):
                 return self._commits.on_damaged(key, number, reason, now)
             case SessionClosed(peer):
@@ -169,8 +164,8 @@ class DecodeRole:
 
     # -- the prefill role of the same process
 
-    def take(self, computed: LocalHandover, now: float) -> list[Action]:
-        """It decodes already, and its blocks stay where they are. See LocalDecode."""
+    def adopt(self, computed: LocalHandover, now: float) -> list[Action]:
+        """Own a request that decodes already, on the blocks that it was computed on."""
         entry = Entry.from_local(computed)
         stray = self.entries.by_attempt.get(entry.attempt_key)
         actions = [] if stray is None else self.entries.drop(stray, now)
@@ -183,17 +178,9 @@ class DecodeRole:
     # -- scheduler
 
     def owns(self, seq_id: int) -> bool:
-        """See Leg."""
         return seq_id in self.entries.by_seq
 
-    def _follow(self, started: CommitResult, now: float) -> list[Action]:
-        actions = started.actions
-        for event in started.events:
-            actions += self.on_scheduler(event, now)
-        return actions
-
     def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
-        """Tokens and ends of running requests."""
         entry = self.entries.by_seq[event.seq_id]
         match event:
             case Sampled(token_id=token_id, index=index):
@@ -208,8 +195,10 @@ class DecodeRole:
                 entry.machine.move(ReceiveEvent.PREEMPT, now)
                 self.entries.detach(entry)
                 return [gone(entry)]
+            case Started() | ChunkComputed() | Prefilled():
+                pass  # of a prompt that this process computes: the prefill role has acted on it
             case _:
-                pass
+                assert_never(event)
         return []
 
     def _end(self, entry: Entry, event: ReceiveEvent, now: float) -> None:
@@ -218,21 +207,18 @@ class DecodeRole:
         self.entries.detach(entry)
 
     def may_start(self, spec: SequenceSpec) -> bool:
-        """Nothing waits in the queue for this role."""
-        return True
+        return True  # reservations wait in a queue of their own, not in the scheduler's
 
-    def wants_layers(self, plan: StepBatch) -> bool:
-        """Decoding is not ferried."""
-        return False
+    def wants_layers(self, batch: StepBatch) -> bool:
+        return False  # no KV leaves this role
 
     # -- time
 
     def tick(self, now: float) -> list[Action]:
-        """Deadlines, missing pieces, grants that are not used or stand in the way, staging slots that rest."""
         actions = self._reservations.revoke_unused(now)
-        actions += self.staging.tick(lambda peer: self.clients().get(peer) is not None, now)
+        actions += self.staging.tick(lambda peer: self.context.clients.get(peer) is not None, now)
         for entry in self.entries:
-            if entry.is_record or entry.revocation is not None:
+            if entry.has_ended or entry.revocation is not None:
                 continue
             actions += self._expire(entry, now) if now > entry.deadline else self._commits.tick(entry, now)
         return actions + self._reservations.give_way(now)
@@ -243,17 +229,15 @@ class DecodeRole:
         return self.entries.lose(entry, "deadline", now)
 
     def flush(self, now: float) -> list[Action]:
-        """Grant what waits while there is room, then one Tokens message a worker."""
-        return self._reservations.grant_queued(now) + self._outbox.flush(self.clients())
+        """Grant queued reservations while there are blocks, then send one Tokens message per worker."""
+        return self._reservations.grant_queued(now) + self._outbox.flush(self.context.clients)
 
     # -- the end
 
     def drain(self, now: float) -> list[Action]:
-        """Uncommitted reservations go; what is owned is finished."""
         return self._reservations.drain(now)
 
     def preempt_all(self, now: float) -> list[Action]:
-        """Give back what still runs: it is planned again elsewhere."""
         actions: list[Action] = []
         for entry in self.entries:
             if entry.state in (ReceiveState.OWNED, ReceiveState.RUNNING):
@@ -261,9 +245,13 @@ class DecodeRole:
         return actions
 
     def is_quiescent(self) -> bool:
-        """Nothing is held and nothing is recorded."""
         return not self.entries.by_attempt and self._outbox.is_empty
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the indexes disagree."""
         self.entries.check_invariants()
+
+
+def make_decode_role(context: RoleContext) -> DecodeRole:
+    """The role of a decode node."""
+    return DecodeRole(context)

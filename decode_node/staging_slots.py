@@ -1,15 +1,16 @@
-"""Which staging slot of this node may be written for which hand-over: the receiver's book. Pure. Protocol rule 26.
+"""Which staging slot of this node may be written by which hand-over: the receiver's book. Pure. Protocol rule 26.
 
 A one-sided transport writes into memory of this process without asking, and a write may land late. So it gets slots,
-never cache blocks, and a slot goes to the next hand-over only when no write of the one before can come any more:
+never cache blocks, and a slot goes to the next hand-over only when no write of the one before can land any more:
 
-FREE         nobody may write it
+FREE         no hand-over may write it
 GRANTED      named in a Granted; its hand-over may write it, again and again, as pieces are copied from it
-QUARANTINED  its hand-over ended and a write may be under way: until the sender says `Abort(stopped)`, for which it is
-             asked by Revoke; or until the transport has closed the session with a sender that is gone, and
+QUARANTINED  its hand-over ended while a write may be in progress: until the sender says `Abort(stopped)`, for which
+             Revoke asks it; or until the transport has closed the session with a sender that is gone, and
              `quarantine_s` has passed since
 
-After a Commit every write was confirmed, and what is asked for again comes in the message: such slots are free at once.
+After a Commit every write was confirmed, and pieces that are asked for again come in messages: such slots are free
+immediately.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class _Quarantine:
 
 @dataclass(slots=True)
 class StagingSlots:
-    """See the module's docstring. With no slots at all, everything comes in messages."""
+    """The slots and their states. With no slots at all, every piece comes in a message."""
 
     num_slots: int
     per_transfer: int
@@ -53,16 +54,16 @@ class StagingSlots:
 
     @property
     def num_granted(self) -> int:
-        """Slots that may be written."""
+        """Slots that hand-overs may write."""
         return sum(len(slots) for slots in self._granted.values())
 
     @property
     def num_quarantined(self) -> int:
-        """Slots that rest."""
+        """Slots in quarantine."""
         return sum(len(quarantine.slots) for quarantine in self._quarantined.values())
 
     def grant(self, key: TransferKey) -> tuple[int, ...]:
-        """Slots for a hand-over: what there is, `per_transfer` at most. None of them is no hindrance."""
+        """Slots for a hand-over: the free ones, at most `per_transfer`. It may get none, and then sends in messages."""
         if key in self._granted:
             raise InvariantError(f"{key} has slots already")
         if key in self._quarantined:  # an old copy of its Reserve
@@ -78,7 +79,7 @@ class StagingSlots:
         return self._granted.get(key, ())
 
     def release(self, key: TransferKey, now: float, *, confirmed: bool) -> None:
-        """The hand-over needs its slots no more. confirmed: no write is under way or will come."""
+        """The hand-over has ended. `confirmed`: no write is in progress or will come."""
         slots = self._granted.pop(key, ())
         if not slots:
             return
@@ -88,19 +89,19 @@ class StagingSlots:
             self._quarantined[key] = _Quarantine(slots, asked_at=now)
 
     def on_stopped(self, key: TransferKey) -> None:
-        """Its sender says that no write is under way or will come."""
+        """Its sender says that no write is in progress or will come."""
         quarantine = self._quarantined.pop(key, None)
         if quarantine is not None:
             self._free += quarantine.slots
 
     def on_session_closed(self, peer: Incarnation, now: float) -> None:
-        """The transport begins no more writes of this life; those under way may still land for a while."""
+        """The transport begins no more writes of this incarnation; those in progress may still land for a while."""
         for key, quarantine in self._quarantined.items():
             if key.prefill == peer and quarantine.closed_at is None:
                 quarantine.closed_at = now
 
     def tick(self, is_client: Callable[[Incarnation], bool], now: float) -> list[Action]:
-        """Free what has rested long enough; ask the senders that live, and have the sessions of others closed."""
+        """Free slots whose quarantine is over; ask live senders, and have the sessions of others closed."""
         actions: list[Action] = []
         for key, quarantine in list(self._quarantined.items()):
             if quarantine.closed_at is not None and now - quarantine.closed_at > self.timers.quarantine_s:

@@ -1,6 +1,6 @@
-"""What the decode role says to workers of its tokens: one message a step and worker. Pure.
+"""Sends tokens to workers: one message per step and worker. Pure.
 
-Rule 30: an engine never waits for a worker. The tokens themselves are in each entry's own list.
+Protocol rule 30: an engine never waits for a worker. The tokens themselves are in each entry's own list.
 """
 
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from kvferry.decode_node.entries import Entry
 
 @dataclass(slots=True)
 class TokenOutbox:
-    """Gathered between two flushes, by worker."""
+    """Tokens gathered between two flushes, by worker."""
 
     _waiting: dict[Incarnation, list[TokensEntry]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is left to say."""
         return not self._waiting
 
     def add_token(self, entry: Entry, token_id: int, index: int) -> None:
-        """A token was drawn, or came with the request; its place in the entry's list is checked."""
+        """A token was sampled, or came with the Commit. Raises InvariantError if it does not continue the entry's
+        list."""
         known = entry.output_token_ids
         if index == len(known):
             known.append(token_id)
@@ -44,11 +44,11 @@ class TokenOutbox:
         self._waiting.setdefault(entry.worker, []).append(said)
 
     def add_from(self, entry: Entry, first_index: int) -> None:
-        """Say all from this output index on, and the end if there was one."""
+        """Send all tokens from this output index on, and the end if there was one."""
         self._waiting.setdefault(entry.worker, []).append(_from(entry, first_index))
 
     def mark_end(self, entry: Entry) -> None:
-        """Put the end on the token that brought it, if that still waits here; else say it alone."""
+        """Attach the end to the last token if that still waits here; otherwise send it alone."""
         waiting = self._waiting.setdefault(entry.worker, [])
         index = len(entry.output_token_ids) - 1
         for place, said in enumerate(waiting):
@@ -58,11 +58,10 @@ class TokenOutbox:
         waiting.append(_from(entry, len(entry.output_token_ids)))
 
     def forget(self, worker: Incarnation) -> None:
-        """The worker is gone."""
         self._waiting.pop(worker, None)
 
     def flush(self, clients: ClientTable) -> list[Action]:
-        """One message for each worker that has something to hear."""
+        """One message for each worker with new tokens."""
         actions: list[Action] = []
         for worker, said in self._waiting.items():
             client = clients.get(worker)

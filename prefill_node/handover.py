@@ -1,65 +1,74 @@
-"""What the sender of a hand-over asks about decode nodes. A type only; `prefill_node/decode_links.py` answers.
+"""The prefill node's end of one hand-over: asks candidates, has pieces sent, commits to one decode node. Pure.
 
-The prefill node's end of a hand-over: asks candidates, pushes pieces, commits to one. Pure.
+States and moves: `handover_table.py`. What the transport is given: `piece_stream.py`.
+The job that owns a hand-over hears of it through two callbacks: `on_state` after every move, whose actions follow the
+hand-over's own, and `on_reading` when the transport begins or ends to read the job's blocks. Nothing else has to be
+called after an event.
 
-States and moves: `handover_send_table.py`. What the pieces are: `piece_plan.py`.
-
-Protocol rules 4, 20, 21, 23 to 25, 27, 28 live here. Every Reserve is a generation of its own.
+Protocol rules 4, 20, 21, 23 to 25, 27, 28. Every Reserve is a generation of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
-
-import msgspec
+from typing import Protocol, assert_never
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    Send,
-    SendPiece,
-    StopPieces,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.actions import Action, Send, StopPieces
 from kvferry.common.cluster.table import Machine
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.shape import KvShape
-from kvferry.common.protocol.messages import Abort, Candidate, Commit, Committed, Piece, Reserve
-from kvferry.prefill_node.handover_table import (
-    FINAL,
-    SEND_TABLE,
-    UNCOMMITTED,
-    SendEvent,
-    SendState,
+from kvferry.common.protocol.messages import (
+    Abort,
+    Candidate,
+    Commit,
+    CommitRefused,
+    Committed,
+    Granted,
+    Job,
+    Queued,
+    Refused,
+    Reserve,
+    Revoke,
 )
-from kvferry.prefill_node.pieces import (
-    PiecePlan,
-    PiecesOut,
-)
+from kvferry.prefill_node.handover_table import FINAL, RESERVING, SEND_TABLE, UNCOMMITTED, SendEvent, SendState
+from kvferry.prefill_node.piece_stream import PieceStream
+
+Answer = Granted | Queued | Refused | Committed | CommitRefused | Revoke
+"""What a decode node says of a hand-over."""
 
 
 class DecodePeers(Protocol):
-    """What is known of decode nodes."""
+    """What a hand-over asks about decode nodes; `decode_links.py` answers."""
 
     def may_live(self, candidate: Candidate) -> bool:
-        """False when another life, or none, is known to be at its address."""
+        """False when another incarnation, or none, is known to be at its address."""
         ...
 
+    def is_up(self, peer: Incarnation) -> bool: ...
+
     def can_stage(self, peer: Incarnation) -> bool:
-        """Whether this life's staging slots can be written from here."""
+        """Whether this node can write into the peer's staging slots."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
+class HandoverContext:
+    """What all hand-overs of a node share."""
+
+    self_id: Incarnation
+    shape: KvShape
+    timers: Timers
+    limits: Limits
+    new_transfer_no: Callable[[], int]
+    peers: DecodePeers
+
+
+@dataclass(frozen=True, slots=True)
 class NextToken:
-    """The token that decoding goes on from."""
+    """The token from which decoding continues."""
 
     token_id: int
-    index: int
-    """Its output index."""
     num_tokens: int
     """Positions with KV before it."""
     cached_tokens: int
@@ -69,94 +78,89 @@ class NextToken:
 class HandoverSender:
     """One attempt's hand-over."""
 
-    self_id: Incarnation
-    reserve: Reserve
-    """A template: key, transfer_no and times are filled at each sending."""
-    candidates: list[Candidate]
-    shape: KvShape
-    timers: Timers
-    limits: Limits
-    new_transfer_no: Callable[[], int]
-    peers: DecodePeers
+    context: HandoverContext
+    job: Job
+    worker: Incarnation
     deadline: float
+    """Of the request, in local seconds."""
     accepted_at: float
+    block_table: tuple[int, ...]
+    on_state: Callable[[SendState, float], list[Action]]
+    on_reading: Callable[[bool], None]
+    candidates: list[Candidate] = field(init=False)
+    """Not asked yet, best first."""
     machine: Machine[SendState, SendEvent] = field(init=False)
     key: TransferKey | None = None
     transfer_no: int = 0
     failure: str = ""
     commit_sent: bool = False
-    complete: bool = False
-    """The decode node has every piece."""
     target: Candidate | None = None
-    block_table: tuple[int, ...] = ()
     may_send: bool = False
-    """A transfer slot was given (bounded per peer and node)."""
+    """It has one of the transfer slots, which are bounded per peer and node."""
+    last_activity: float = 0.0
+    """When the decode node or the transport last said something of it."""
     _generation: int = 0
-    _plan: PiecePlan = field(init=False)
-    _out: PiecesOut = field(default_factory=PiecesOut)
-    _slots: tuple[int, ...] = ()
-    """Staging slots that were granted for the present key."""
-    _stop_owed: set[TransferKey] = field(default_factory=set)
-    """Given up while writes were under way: Abort(stopped) follows when the transport has stopped."""
+    _stream: PieceStream = field(init=False)
     _next: NextToken | None = None
     _asked_at: float = 0.0
     _sent_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self._plan = PiecePlan(self.shape, self.limits.piece_target_bytes)
-        self.machine = Machine(SEND_TABLE, f"{self.reserve.key.request_id[:8]}/{self.reserve.key.attempt}")
+        self.candidates = [one for one in self.job.candidates if one.incarnation != self.context.self_id]
+        target_bytes = self.context.limits.piece_target_bytes
+        self._stream = PieceStream(self.context.shape, target_bytes, self.block_table, self.on_reading)
+        self.machine = Machine(SEND_TABLE, f"{self.job.request_id[:8]}/{self.job.attempt}")
 
     @property
     def state(self) -> SendState:
-        """The present state."""
         return self.machine.state
 
     @property
-    def pieces_in_flight(self) -> int:
-        """Pieces whose blocks the transport may still read."""
-        return len(self._out)
+    def is_reading(self) -> bool:
+        """Whether the transport may still read the job's blocks."""
+        return self._stream.is_reading
 
     @property
     def wants_slot(self) -> bool:
-        """Granted, and waiting for its turn to send."""
+        """Granted, and waiting for a transfer slot."""
         return self.state is SendState.GRANTED and not self.may_send
 
     @property
     def granted(self) -> bool:
-        """A decode node holds room for it."""
-        return self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED)
+        """A decode node has reserved blocks for it."""
+        return self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED, SendState.COMPLETE)
 
     @property
     def is_sending(self) -> bool:
         """Takes up a transfer slot."""
-        return self.may_send and (self.state is SendState.GRANTED or self.pieces_in_flight > 0)
+        return self.may_send and (self.state is SendState.GRANTED or self.is_reading)
 
-    # -- commands of the role
+    # -- what the job does
 
     def ask(self, now: float) -> list[Action]:
-        """Ask the next candidate; none left: the hand-over fails with no_room."""
+        """Ask the next candidate; with none left the hand-over fails with `no_room`."""
         actions = self._withdraw()
-        self.candidates = [candidate for candidate in self.candidates if self.peers.may_live(candidate)]
+        self.candidates = [candidate for candidate in self.candidates if self.context.peers.may_live(candidate)]
         if not self.candidates:
             return actions + self._fail(self.failure or "no_room", now)
         self.target = self.candidates.pop(0)
         self._generation += 1
-        old = self.reserve.key
-        self.key = TransferKey(old.request_id, old.attempt, self._generation, self.self_id, self.target.incarnation)
-        self.transfer_no = self.new_transfer_no()
-        self.may_send, self._slots = False, ()
-        self._plan.restart()
-        self.machine.move(SendEvent.ASK, now)
+        self.key = TransferKey(
+            self.job.request_id, self.job.attempt, self._generation, self.context.self_id, self.target.incarnation
+        )
+        self.transfer_no = self.context.new_transfer_no()
+        self.may_send = False
+        self._stream.restart()
         self._asked_at = now
-        return actions + self._send_reserve(now)
+        return [*actions, *self._move(SendEvent.ASK, now), *self._send_reserve(now)]
 
     def progress(self, token_start: int, token_end: int, layers: int, now: float) -> list[Action]:
         """Positions token_start .. token_end - 1 have KV in the first `layers` layers."""
-        self._plan.progress(token_start, token_end, layers)
+        self._stream.progress(token_start, token_end, layers)
         return self._push(now)
 
     def token_known(self, token: NextToken, now: float) -> list[Action]:
-        """All is computed and this token comes next."""
+        """The prompt is computed, and this token comes next."""
         self._next = token
         return self._push(now)
 
@@ -166,98 +170,111 @@ class HandoverSender:
         return self._push(now)
 
     def abort(self, now: float) -> list[Action]:
-        """The request is not wanted any more, or ended with its first token."""
+        """The request is not wanted any more, or its first token was its last."""
         if self.state is SendState.ABORTED:
             return []
-        actions = self._withdraw() or self._stop()
-        self.machine.move(SendEvent.ABORT, now)
-        return actions
+        actions = self._withdraw() or self._stream.stop()
+        return actions + self._move(SendEvent.ABORT, now)
 
     def release(self, now: float) -> list[Action]:
-        """Nothing goes on for a while: give the room back. `ask` begins with the same candidate again."""
+        """The job has paused: release the reservation. `ask` begins with the same candidate again."""
         if not self.machine.accepts(SendEvent.RELEASE):
             return []
         assert self.target is not None
         actions = self._withdraw()
         self.candidates.insert(0, self.target)
         self.key, self.may_send = None, False
-        self.machine.move(SendEvent.RELEASE, now)
-        return actions
+        return actions + self._move(SendEvent.RELEASE, now)
 
     def forget_pieces(self) -> None:
-        """The blocks are let go of: no piece can be sent again."""
-        self._plan.forget()
+        """The job's blocks are released: no piece can be sent again."""
+        self._stream.forget()
 
     # -- what the decode node says
 
-    def on_granted(
-        self, key: TransferKey, first_token: int, now: float, slots: tuple[int, ...] = ()
-    ) -> list[Action] | None:
-        """Room is there. None: not ours any more, answer Abort."""
-        if key != self.key or not self.machine.accepts(SendEvent.GRANTED):
-            return [] if key == self.key and self.granted else None
-        self._plan.first_token_pos, self._slots = first_token, slots
-        self.machine.move(SendEvent.GRANTED, now)
-        return self._push(now)
+    def on_answer(self, message: Answer, now: float) -> list[Action]:
+        self.last_activity = now
+        match message:
+            case Granted():
+                return self._on_granted(message, now)
+            case Queued(key=key):
+                queued = key == self.key and self.machine.accepts(SendEvent.QUEUED)
+                return self._move(SendEvent.QUEUED, now) if queued else []
+            case Refused(key=key, reason=reason) | CommitRefused(key=key, reason=reason):
+                return self._on_refused(key, reason, now)
+            case Revoke(key=key):
+                return self._on_refused(key, "revoked", now) or [self._abort_of(key)]
+            case Committed():
+                return self._on_committed(message, now)
+            case _:
+                assert_never(message)
 
-    def on_queued(self, key: TransferKey, now: float) -> None:
-        """Room will come."""
-        if key == self.key and self.machine.accepts(SendEvent.QUEUED):
-            self.machine.move(SendEvent.QUEUED, now)
+    def _on_granted(self, message: Granted, now: float) -> list[Action]:
+        """Blocks are reserved. A grant for an earlier key is released again."""
+        if message.key != self.key or not self.machine.accepts(SendEvent.GRANTED):
+            return [] if message.key == self.key and self.granted else [self._abort_of(message.key)]
+        self._stream.granted(message.first_token, message.slots)
+        return [*self._move(SendEvent.GRANTED, now), *self._push(now)]
 
-    def on_refused(self, key: TransferKey, reason: str, now: float) -> list[Action]:
-        """Not there: the next one, at no cost. A refusal after the Commit ends the attempt's hand-over."""
+    def _on_refused(self, key: TransferKey, reason: str, now: float) -> list[Action]:
+        """Ask the next candidate, at no cost. A refusal after the Commit ends the attempt's hand-over."""
         if key != self.key:
             return []
-        if self.state in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
+        if self.state in RESERVING:
             self.failure = "no_room"
             return self.ask(now)
         if self.state is SendState.COMMITTING:
             return self._fail(reason, now)
         return []
 
-    def on_committed(self, message: Committed, now: float) -> list[Action]:
-        """Owned over there; it may still lack pieces."""
+    def _on_committed(self, message: Committed, now: float) -> list[Action]:
+        """The decode node owns the request; it may still lack pieces."""
         if message.key != self.key or not self.machine.accepts(SendEvent.COMMITTED):
             return []
-        self.machine.move(SendEvent.COMMITTED, now)
-        self.complete = self.complete or message.complete
-        self._out.ask_again(message.key, message.missing)
-        return [*self._give_again(), *self._say_waiting()]
+        owned = self._move(SendEvent.COMMITTED, now)
+        if message.complete:
+            return owned + self._move(SendEvent.COMPLETE, now)
+        self._stream.ask_again(message.key, message.missing)
+        return [*self._give_again(), *self._say_waiting(), *owned]
 
     def on_peer_up(self, now: float) -> list[Action]:
-        """The link to the candidate is there now: ask at once. An answer may have been lost with an earlier one."""
+        """The link to the candidate is there now: repeat the Reserve, whose answer may have been lost with the last."""
         return self._send_reserve(now) if self.state in (SendState.ASKING, SendState.QUEUED) else []
 
     def on_peer_lost(self, now: float) -> list[Action]:
-        """The decode node's life ended."""
-        if self.state in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
+        """The decode node's incarnation has ended."""
+        if self.state in RESERVING:
             return self.ask(now)
         if self.state is SendState.COMMITTING:
             return self._fail("lost", now)
-        self.complete = True
-        return self._stop()
+        actions = self._stream.stop()
+        if self.machine.accepts(SendEvent.COMPLETE):
+            actions += self._move(SendEvent.COMPLETE, now)
+        return actions
 
     # -- what the transport says
 
     def may_write(self, key: TransferKey) -> bool:
         """Whether pieces of this key may be read, or written to staging slots, now or later."""
-        return key in self._out
+        return self._stream.may_write(key)
 
     def on_sent(self, key: TransferKey, number: int, now: float) -> list[Action]:
-        """The piece's blocks have been read; where it went to a staging slot, the write was confirmed."""
-        if not self._out.sent(key, number):
+        """The piece's blocks were read; where it went to a staging slot, the write was confirmed."""
+        self.last_activity = now
+        if not self._stream.sent(key, number):
             return []
-        return [*self._end_reading(key), *self._push(now)]
+        return [*self._stream.end_writing(key), *self._push(now)]
 
-    def on_stopped(self, key: TransferKey) -> list[Action]:
-        """Nothing is read for this key any more."""
-        self._out.stopped(key)
-        return [*self._end_reading(key), *self._give_again()]
+    def on_stopped(self, key: TransferKey, now: float) -> list[Action]:
+        """The transport reads nothing more for this key."""
+        self.last_activity = now
+        self._stream.stopped(key)
+        return [*self._stream.end_writing(key), *self._give_again()]
 
     def on_send_failed(self, key: TransferKey, now: float) -> list[Action]:
         """The transport cannot reach the node. After the Commit it stops, and what is asked for is given again."""
-        if self.state is SendState.COMMITTED and key == self.key and self._out.fail(key):
+        self.last_activity = now
+        if self.state is SendState.COMMITTED and key == self.key and self._stream.fail(key):
             return [StopPieces(key)]
         if key != self.key or self.state in FINAL:
             return []
@@ -265,49 +282,54 @@ class HandoverSender:
 
     # -- time
 
-    def tick(self, now: float, *, target_up: bool) -> list[Action]:
+    def tick(self, now: float) -> list[Action]:
         """Repeat what was not answered; give up what waited too long."""
-        since = now - self._asked_at
-        if self.state is SendState.ASKING and (since > self.timers.answer_wait_s or self._target_is_gone):
+        timers, since = self.context.timers, now - self._asked_at
+        if self.state is SendState.ASKING and (since > timers.answer_wait_s or self._target_is_gone):
             return self.ask(now)
-        if self.state is SendState.QUEUED and since > self.timers.queued_wait_s and self._has_other:
+        if self.state is SendState.QUEUED and since > timers.queued_wait_s and self._has_other:
             self.failure = "no_room"
             return self.ask(now)
-        if self.state is SendState.COMMITTING and since > self.timers.commit_wait_s:
+        if self.state is SendState.COMMITTING and since > timers.commit_wait_s:
             return self._fail("commit_unanswered", now)
-        patience_s = self.timers.queued_wait_s if self.state is SendState.QUEUED else self.timers.repeat_s
-        repeat = target_up and now - self._sent_at >= patience_s
-        if repeat and self.state in (SendState.ASKING, SendState.QUEUED):
+        repeat_s = timers.queued_wait_s if self.state is SendState.QUEUED else timers.repeat_s
+        target_up = self.key is not None and self.context.peers.is_up(self.key.decode)
+        if not target_up or now - self._sent_at < repeat_s:
+            return []
+        if self.state in (SendState.ASKING, SendState.QUEUED):
             return self._send_reserve(now)
-        if repeat and self.state is SendState.COMMITTING:
-            return self._send_commit(now)
-        return []
+        return self._send_commit(now) if self.state is SendState.COMMITTING else []
 
     # -- inside
 
+    def _move(self, event: SendEvent, now: float) -> list[Action]:
+        return self.on_state(self.machine.move(event, now), now)
+
     @property
     def _target_is_gone(self) -> bool:
-        """Another life, or none, is known to be at the address of a candidate that was never linked."""
-        return self.target is not None and not self.peers.may_live(self.target)
+        """Another incarnation, or none, is known to be at the address of a candidate that was never linked."""
+        return self.target is not None and not self.context.peers.may_live(self.target)
 
     @property
     def _has_other(self) -> bool:
-        """A candidate that was not asked. Without one a place in the queue is kept: who gives it up begins at its end,
-        and whoever needs much would never come to its head again for long enough."""
-        return any(self.peers.may_live(candidate) for candidate in self.candidates)
+        """Whether a candidate was not asked yet. Without one a place in the queue is kept: a request that leaves
+        begins at the end of the next queue, and one that needs many blocks would never stay at a head long enough."""
+        return any(self.context.peers.may_live(candidate) for candidate in self.candidates)
 
     def _send_reserve(self, now: float) -> list[Action]:
         assert self.key is not None
         self._sent_at = now
-        filled = msgspec.structs.replace(
-            self.reserve,
+        reserve = Reserve(
             key=self.key,
             transfer_no=self.transfer_no,
+            placement_no=self.job.placement_no,
+            worker=self.worker,
+            spec=self.job.spec,
             remaining_ms=max(0, int((self.deadline - now) * 1000)),
             waited_ms=max(0, int((now - self.accepted_at) * 1000)),
-            staged=self.peers.can_stage(self.key.decode),
+            staged=self.context.peers.can_stage(self.key.decode),
         )
-        return [Send(self.key.decode, filled)]
+        return [Send(self.key.decode, reserve)]
 
     def _send_commit(self, now: float) -> list[Action]:
         self._sent_at = now
@@ -318,83 +340,61 @@ class HandoverSender:
         assert self._next is not None
         commit = Commit(
             key=self.key,
-            num_pieces=len(self._plan),
-            first_token_pos=self._plan.first_token_pos,
+            num_pieces=self._stream.num_pieces,
+            first_token_pos=self._stream.first_token_pos,
             num_tokens=self._next.num_tokens,
             token_id=self._next.token_id,
-            token_index=self._next.index,
             cached_tokens=self._next.cached_tokens,
             waiting=waiting,
         )
         return Send(self.key.decode, commit)
 
     def _push(self, now: float) -> list[Action]:
-        """Give the transport all that is computed and not given yet; then commit if that was all.
+        """Give the transport all that is computed and not given yet; commit if that was all.
 
-        Where there are staging slots, the Commit waits for the transport to confirm every write.
+        With staging slots the Commit waits until the transport has confirmed every write.
         """
         if self.state is not SendState.GRANTED or not self.may_send:
             return []
         assert self.key is not None
-        actions: list[Action] = [self._give(piece, self._slots) for piece in self._plan.cut(self.key)]
-        if self._unconfirmed():
+        actions = self._stream.give_new(self.key)
+        if not self._stream.is_confirmed(self.key):
             return actions
-        if self._next is not None and self._plan.all_given(self._next.num_tokens):
-            self.machine.move(SendEvent.COMMIT, now)
+        if self._next is not None and self._stream.all_given(self._next.num_tokens):
             self._asked_at, self.commit_sent = now, True
-            actions += self._send_commit(now)
+            actions += [*self._move(SendEvent.COMMIT, now), *self._send_commit(now)]
         return actions
 
-    def _unconfirmed(self) -> bool:
-        return bool(self._slots) and self.key is not None and self.key in self._out
-
-    def _give(self, piece: Piece, slots: tuple[int, ...]) -> SendPiece:
-        self._out.give(piece.key, piece.number)
-        return SendPiece(piece.key.decode, piece, self.block_table, slots)
-
     def _give_again(self) -> list[Action]:
-        """Into no slots: after the Commit no write is under way, so that they are free when nobody needs them more."""
-        if self.state is not SendState.COMMITTED or self.complete or self.key is None:
+        if self.state is not SendState.COMMITTED or self.key is None:
             return []
-        return [self._give(piece, ()) for piece in self._plan.numbered(self._out.ready(self.key))]
+        return self._stream.give_again(self.key)
 
     def _say_waiting(self) -> list[Action]:
-        """The decode node shall not give up what was asked for and still waits for its turn in the transport."""
-        waiting = () if self.key is None or self.complete else self._out.waiting(self.key)
+        """Keep the decode node from giving up pieces that it asked for and that still wait in the transport."""
+        waiting = () if self.key is None else self._stream.waiting(self.key)
         return [self._commit(waiting)] if waiting else []
 
-    def _end_reading(self, key: TransferKey) -> list[Action]:
-        if key not in self._stop_owed:
-            return []
-        self._stop_owed.discard(key)
-        return [Send(key.decode, Abort(key=key))]
+    def _abort_of(self, key: TransferKey) -> Send:
+        return Send(key.decode, Abort(key=key, stopped=not self.may_write(key)))
 
     def _withdraw(self) -> list[Action]:
-        """Give an open reservation back and stop reading for it."""
-        if self.key is None or self.state not in (SendState.ASKING, SendState.QUEUED, SendState.GRANTED):
+        """Release an uncommitted reservation and stop reading for it."""
+        if self.key is None or self.state not in RESERVING:
             return []
-        stopped = not self._unconfirmed()
-        if not stopped:
-            self._stop_owed.add(self.key)
-        return [*self._stop(), Send(self.key.decode, Abort(key=self.key, stopped=stopped))]
-
-    def _stop(self) -> list[Action]:
-        return [StopPieces(key) for key in self._out.keys]
+        return self._stream.withdraw(self.key)
 
     def _fail(self, reason: str, now: float) -> list[Action]:
         self.failure = reason
-        self.machine.move(SendEvent.FAIL, now)
-        return self._stop()
+        return [*self._stream.stop(), *self._move(SendEvent.FAIL, now)]
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the state and what was sent disagree."""
         if self.commit_sent and self.state in UNCOMMITTED:
             raise InvariantError(f"a Commit was sent but the hand-over is {self.state.name}")
-        if self.state in (SendState.GRANTED, SendState.COMMITTING, SendState.COMMITTED) and self.key is None:
+        if self.granted and self.key is None:
             raise InvariantError("granted without a key")
-        if self.commit_sent and self._unconfirmed() and self.state is SendState.COMMITTING:
+        unconfirmed = self.key is not None and not self._stream.is_confirmed(self.key)
+        if self.commit_sent and unconfirmed and self.state is SendState.COMMITTING:
             raise InvariantError("a Commit was sent before every write was confirmed")
-        if not self._stop_owed <= set(self._out.keys):
-            raise InvariantError("Abort(stopped) is owed for what nobody writes")
-        self._out.check_invariants()
-        self._plan.check_invariants()
+        self._stream.check_invariants()

@@ -1,7 +1,7 @@
-"""All jobs of the prefill role: found by plan and by sequence, and how their blocks are let go of. Pure.
+"""All jobs of the prefill role: found by attempt and by sequence, and when their blocks are released. Pure.
 
 The scheduler owns blocks; a job has them through its sequence. While the transport may still read them they are pinned
-there, whatever becomes of the job. Protocol rules 21 and 22.
+there, even if the job has ended. Protocol rules 21 and 22.
 """
 
 from collections.abc import Iterator
@@ -18,18 +18,15 @@ from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.prefill_node.handover import HandoverSender
 from kvferry.prefill_node.handover_table import SendState
-from kvferry.prefill_node.job import (
-    JobState,
-    PrefillJob,
-)
+from kvferry.prefill_node.job import JobState, PrefillJob
 
-LIVE = (JobState.QUEUED, JobState.COMPUTING, JobState.COMPUTED)
 WANTED_AT_DECODE = (SendState.ASKING, SendState.QUEUED, SendState.GRANTED, SendState.COMMITTING)
+"""States of hand-overs that are part of the wanted set for their decode node."""
 
 
 @dataclass(slots=True)
 class JobTable:
-    """See the module's docstring."""
+    """The jobs, and their sequences' pins."""
 
     scheduler: Scheduler
     by_attempt: dict[AttemptKey, PrefillJob] = field(default_factory=dict)
@@ -40,22 +37,19 @@ class JobTable:
         return iter(list(self.by_attempt.values()))
 
     def add(self, job: PrefillJob, seq_id: int) -> None:
-        """A job with its sequence."""
         job.seq_id = seq_id
         self.by_attempt[job.attempt_key] = self.by_seq[seq_id] = job
 
     # -- which ones
 
     def of_request(self, request_id: RequestId) -> list[PrefillJob]:
-        """All attempts of a request."""
-        return [job for job in self.by_attempt.values() if job.job.request_id == request_id]
+        return [job for job in self.by_attempt.values() if job.message.request_id == request_id]
 
     def of_worker(self, worker: Incarnation) -> list[PrefillJob]:
-        """All of a worker."""
         return [job for job in self.by_attempt.values() if job.worker == worker]
 
     def aimed_at(self, peer: Incarnation) -> list[tuple[PrefillJob, HandoverSender]]:
-        """Those whose hand-over is to this decode node."""
+        """Jobs whose hand-over is to this decode node."""
         return [
             (job, job.sender)
             for job in self.by_attempt.values()
@@ -63,43 +57,39 @@ class JobTable:
         ]
 
     def open_senders(self) -> list[HandoverSender]:
-        """Hand-overs that their decode node shall know of."""
+        """Hand-overs that belong in a wanted set."""
         return [
             j.sender for j in self.by_attempt.values() if j.sender is not None and j.sender.state in WANTED_AT_DECODE
         ]
 
     @property
     def ungranted_blocks(self) -> int:
-        """Blocks of jobs for which no decode node has said yes."""
+        """Blocks of jobs without a grant of a decode node."""
         return sum(job.num_blocks for job in self.by_seq.values() if job.ungranted)
 
     @property
     def retained_blocks(self) -> int:
-        """Blocks kept after failed hand-overs."""
+        """Blocks retained after failed hand-overs."""
         return sum(job.num_blocks for job in self.by_seq.values() if job.state is JobState.FAILED)
 
-    # -- how they go
+    # -- how they end
 
     def abort_sender(self, job: PrefillJob, now: float) -> list[Action]:
         """Its hand-over is not wanted any more."""
-        if job.sender is None:
-            return []
-        actions = job.sender.abort(now)
-        self.sync_pin(job)
-        return actions
+        return [] if job.sender is None else job.sender.abort(now)
 
     def drop(self, job: PrefillJob, now: float) -> list[Action]:
-        """The worker wants no more of it. It stays, unlisted, only while the transport still reads its blocks."""
+        """The worker does not want it any more. It stays, delisted, while the transport still reads its blocks."""
         actions = self.abort_sender(job, now)
         self.release(job)
         if job.pinned:
             job.delisted = True
-            return actions
-        self.forget(job)
+        else:
+            self.forget(job)
         return actions
 
     def release(self, job: PrefillJob) -> None:
-        """End the job's sequence; what is computed becomes prefix cache. No piece can be sent again after this."""
+        """End the job's sequence; its computed blocks become prefix cache. No piece can be sent again after this."""
         if job.seq_id is None:
             return
         if job.sender is not None:
@@ -110,31 +100,26 @@ class JobTable:
             self.scheduler.abort(job.seq_id)
         self.detach(job)
 
-    def release_if_complete(self, job: PrefillJob) -> None:
-        """The decode node has every piece: the blocks become prefix cache."""
-        if job.state is JobState.HANDED and job.sender is not None and job.sender.complete:
-            self.release(job)
-
     def detach(self, job: PrefillJob) -> None:
-        """The scheduler's sequence is no longer this job's; blocks that a transport still reads stay pinned there."""
+        """The scheduler's sequence is no longer this job's. Blocks that the transport still reads stay pinned there."""
         if job.seq_id is not None:
             self.by_seq.pop(job.seq_id, None)
             job.pin_seq = job.seq_id
             job.seq_id = None
 
     def forget(self, job: PrefillJob) -> None:
-        """Leave no trace of it."""
+        """Remove it from the table."""
         self.by_attempt.pop(job.attempt_key, None)
 
-    def sync_pin(self, job: PrefillJob) -> None:
-        """Blocks are pinned while the transport may read them."""
-        in_flight = job.sender is not None and job.sender.pieces_in_flight > 0
-        if in_flight == job.pinned:
-            return
-        job.pinned = in_flight
+    def on_reading(self, job: PrefillJob, reading: bool) -> None:
+        """The transport begins or ends to read the job's blocks: they are pinned meanwhile. A delisted job leaves with
+        the last read."""
+        job.pinned = reading
         seq_id = job.seq_id if job.seq_id is not None else job.pin_seq
         assert seq_id is not None
-        (self.scheduler.pin if in_flight else self.scheduler.unpin)(seq_id)
+        (self.scheduler.pin if reading else self.scheduler.unpin)(seq_id)
+        if job.delisted and not reading:
+            self.forget(job)
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the indexes disagree."""

@@ -1,14 +1,10 @@
-"""Which pieces the KV of one hand-over is cut into: what is computed and not given to the transport yet. Pure.
+"""Which pieces a hand-over's KV is cut into, and which of them the transport has. Pure; knows no peers and no bytes.
 
-Nothing here knows where pieces go. Numbers count from 0 for each transfer key, in the order of giving.
-
-Which pieces of a hand-over the transport has, and which of them its receiver asked for again. Pure.
-
-The transport has one copy of a piece at most: with two, its blocks could be let go of when the first is read. Protocol
-rules 21 and 25.
+Pieces are numbered from 0 for each transfer key, in the order in which they are given. The transport has at most one
+copy of a piece: with two, the blocks could be released when the first is read. Protocol rules 21 and 25.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
@@ -19,7 +15,7 @@ from kvferry.common.protocol.messages import Piece
 
 @dataclass(slots=True)
 class _Region:
-    """A computed range of positions: a chunk, or what the prefix cache had."""
+    """A computed range of positions: a chunk, or the cached prefix."""
 
     token_start: int
     token_end: int
@@ -29,12 +25,12 @@ class _Region:
 
 @dataclass(slots=True)
 class PiecePlan:
-    """What is computed, and the pieces made of it for the present key."""
+    """The computed regions, and the pieces cut from them for the present key."""
 
     shape: KvShape
     target_bytes: int
     first_token_pos: int = 0
-    """Positions below it are not carried."""
+    """The receiver has the positions below it."""
     _regions: list[_Region] = field(default_factory=list)
     _pieces: list[Piece] = field(default_factory=list)
 
@@ -62,15 +58,15 @@ class PiecePlan:
             self._regions.append(_Region(token_start, token_end, layers))
 
     def cut(self, key: TransferKey) -> list[Piece]:
-        """Pieces of all that is computed and was not cut yet; a group of layers that may still grow waits."""
+        """Cut pieces from all that is computed and was not cut yet. A group of layers that may still grow waits."""
         return [piece for region in self._regions for piece in self._cut_region(key, region)]
 
     def numbered(self, numbers: set[int]) -> list[Piece]:
-        """Those of the pieces so far that have these numbers."""
+        """The pieces with these numbers."""
         return [piece for piece in self._pieces if piece.number in numbers]
 
     def all_given(self, num_tokens: int) -> bool:
-        """Every position from the first lacked one on is covered, in every layer."""
+        """Whether every position from the first that the receiver lacks is covered, in every layer."""
         covered = self.first_token_pos
         for region in sorted(self._regions, key=lambda r: r.token_start):
             if region.token_start <= covered:
@@ -85,7 +81,7 @@ class PiecePlan:
             raise InvariantError("pieces are not numbered from 0 on")
 
     def _cut_region(self, key: TransferKey, region: _Region) -> list[Piece]:
-        """Groups of layers; where one layer is above the target (a long cached prefix), parts of one layer."""
+        """Cut groups of layers; where one layer is above the target (a long cached prefix), parts of one layer."""
         pieces: list[Piece] = []
         start = max(region.token_start, self.first_token_pos)
         if start >= region.token_end:
@@ -118,22 +114,24 @@ class PiecePlan:
 
 @dataclass(slots=True)
 class _Pieces:
-    """Those of one transfer key, by their numbers."""
+    """The pieces of one transfer key, by number."""
 
     out: set[int] = field(default_factory=set)
     """The transport has them."""
     wanted: set[int] = field(default_factory=set)
     """Asked for again, and not sent since."""
     again: set[int] = field(default_factory=set)
-    """Given a second time. There is no third."""
+    """Given a second time. There is no third time."""
     stopping: bool = False
-    """The transport failed, and was told to stop: nothing is given to it before it has."""
+    """The transport failed and was asked to stop: it gets nothing before it has stopped."""
 
 
 @dataclass(slots=True)
 class PiecesOut:
-    """By transfer key: a hand-over has one after the other, and of an earlier one something may still be read."""
+    """By transfer key: a hand-over has one after the other, and pieces of an earlier one may still be read."""
 
+    on_reading: Callable[[bool], None] = lambda _: None
+    """Called when the transport begins (True) or ends to read blocks, over all keys."""
     _by_key: dict[TransferKey, _Pieces] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -145,27 +143,31 @@ class PiecesOut:
 
     @property
     def keys(self) -> list[TransferKey]:
-        """Those that something may still be read for."""
+        """Keys for which blocks may still be read."""
         return [key for key, pieces in self._by_key.items() if pieces.out]
 
     def give(self, key: TransferKey, number: int) -> None:
         """The transport gets this piece."""
-        pieces = self._of(key)
+        pieces, was_idle = self._of(key), not self
         pieces.out.add(number)
         if number in pieces.wanted:
             pieces.again.add(number)
+        if was_idle:
+            self.on_reading(True)
 
     def sent(self, key: TransferKey, number: int) -> bool:
-        """Its blocks were read; whether it was the last one of this key. If it was asked for before, that was heard."""
+        """Its blocks were read, which answers an earlier request for it. Returns whether it was the key's last."""
         pieces = self._of(key)
         if not pieces.out:
             return False
         pieces.out.discard(number)
         pieces.wanted.discard(number)
+        if not self:
+            self.on_reading(False)
         return not pieces.out
 
     def fail(self, key: TransferKey) -> bool:
-        """The transport cannot send what it has of this key; whether it is to be told to stop."""
+        """The transport cannot send the pieces of this key. Returns whether it has to be stopped."""
         pieces = self._of(key)
         if not pieces.out or pieces.stopping:
             return False
@@ -173,11 +175,13 @@ class PiecesOut:
         return True
 
     def stopped(self, key: TransferKey) -> None:
-        """Nothing is read for this key any more."""
-        pieces = self._of(key)
+        """The transport reads nothing more for this key."""
+        pieces, was_reading = self._of(key), bool(self)
         pieces.out.clear()
         pieces.wanted -= pieces.again
         pieces.stopping = False
+        if was_reading and not self:
+            self.on_reading(False)
 
     def ask_again(self, key: TransferKey, numbers: Iterable[int]) -> None:
         """The receiver lacks these."""
@@ -185,12 +189,12 @@ class PiecesOut:
         pieces.wanted.update(number for number in numbers if number in pieces.out or number not in pieces.again)
 
     def ready(self, key: TransferKey) -> set[int]:
-        """What to give again now: all that was asked for and the transport does not have."""
+        """Numbers to give again now: asked for, and not with the transport."""
         pieces = self._of(key)
         return set() if pieces.stopping else pieces.wanted - pieces.out
 
     def waiting(self, key: TransferKey) -> tuple[int, ...]:
-        """What was asked for and is with the transport."""
+        """Numbers that were asked for and are with the transport."""
         pieces = self._of(key)
         return tuple(sorted(pieces.wanted & pieces.out))
 
@@ -198,7 +202,7 @@ class PiecesOut:
         """Raises InvariantError when a piece could be given a third time."""
         for key, pieces in self._by_key.items():
             if third := (pieces.wanted & pieces.again) - pieces.out:
-                raise InvariantError(f"{key}: pieces {sorted(third)} were given twice and are wanted still")
+                raise InvariantError(f"{key}: pieces {sorted(third)} were given twice and are still wanted")
 
     def _of(self, key: TransferKey) -> _Pieces:
         return self._by_key.setdefault(key, _Pieces())

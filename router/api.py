@@ -1,17 +1,15 @@
-"""What the HTTP layer may ask of the router's service, as types. Plain data and protocols; no IO, no falcon, no zmq.
+"""The interface between the HTTP layer and the router's service. Plain data and protocols; no IO, no falcon, no zmq.
 
-`router.http` is written against this file; `router.service` implements it; tests may put another implementation
-behind the same HTTP layer.
+`router.http` uses it, `router.service` implements it, and tests put another implementation behind the same HTTP layer.
 """
 
-from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.model_info import ModelInfo
-from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.common.protocol.request_spec import RequestSpec
 
 Outcome = Literal["stop", "length", "timeout", "cancelled", "error"]
 """How a request ended; decided once, by the router worker."""
@@ -19,14 +17,10 @@ Outcome = Literal["stop", "length", "timeout", "cancelled", "error"]
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A checked request: everything resolved, nothing left to default."""
+    """A checked request: everything resolved, no defaults left open."""
 
     request_id: RequestId
-    model: str
-    prompt_token_ids: "array[int]"
-    """typecode 'I'."""
-    sampling: SamplingParams
-    priority: int = 5
+    spec: RequestSpec
     timeout_s: float = 600.0
     client_id: str = ""
     """The client's own id, for logs and stopInfer; never a key."""
@@ -43,7 +37,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokensEvent:
-    """New output tokens; `index` is that of the first. Indices come once each, in order, without gaps."""
+    """New output tokens; `index` is that of the first. Each index comes once, in order, without gaps."""
 
     index: int
     token_ids: tuple[int, ...]
@@ -51,16 +45,16 @@ class TokensEvent:
 
 @dataclass(frozen=True, slots=True)
 class EndEvent:
-    """The one end of a request. `error` is None for stop and length; else the exception that says why."""
+    """The one end of a request. `error` is None for stop and length, else the cause if there is one."""
 
     outcome: Outcome
     usage: Usage
     prefill_node: str = ""
     decode_node: str = ""
-    """Names of the nodes that served it last, never addresses."""
+    """Names, never addresses, of the nodes that served it last."""
     error: Exception | None = None
     attempts: int = 1
-    """Plans that it took: more than one where nodes were lost or full; 0 where none was made."""
+    """Number of placements: more than one if nodes were lost or full; 0 if it never was placed."""
 
 
 StreamEvent = TokensEvent | EndEvent
@@ -74,7 +68,7 @@ class TokenStream(Protocol):
     def __aiter__(self) -> AsyncIterator[StreamEvent]: ...
 
     def cancel(self, reason: str) -> None:
-        """The client is gone or wants no more: stop it on every node. Safe to call at any time, any number of times."""
+        """Stop the request on every node. Idempotent, and allowed at any time."""
         ...
 
 
@@ -83,7 +77,7 @@ NodeState = Literal["alive", "suspect", "dead", "connecting", "draining", "refus
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node as this worker sees it."""
+    """A node as this worker sees it."""
 
     name: str
     roles: tuple[str, ...]
@@ -94,40 +88,44 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCounts:
-    """Gauges for /metrics, of this instant, of this worker."""
+    """Current gauges for /metrics, as this worker knows them; by model name."""
 
     cache_usage: dict[str, float] = field(default_factory=dict)
-    """Model name -> used share of the decode nodes' blocks, 0 to 1."""
+    """Used share of the decode nodes' blocks, 0 to 1."""
     prefix_hit_rate: dict[str, float] = field(default_factory=dict)
     preemptions: dict[str, int] = field(default_factory=dict)
     swaps: dict[str, int] = field(default_factory=dict)
 
 
 class TokenService(Protocol):
-    """What stands behind the HTTP layer."""
+    """The service behind the HTTP layer."""
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that a node told of at any time; None: 404. UnavailableError (503): configured, not told of yet, or
-        no node told of any model yet."""
+        """A model that a node has registered at any time, or None (404).
+
+        Raises UnavailableError (503) if no node has registered this configured model yet, or no node any model.
+        """
         ...
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """All models ever known."""
+        """All models that nodes have registered at any time."""
         ...
 
     def not_ready_reason(self, model: str | None = None) -> str | None:
-        """None when a request for the model (any model) would be served now; else why not, fit for a user."""
+        """Why a request for the model (for any) would not be served now, in words for a user; None if it would."""
         ...
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Take a request on. Raises OverloadedError (429) or UnavailableError (503) before any work starts; the stream
-        may still end with these before a first token, when no node came or none had room."""
+        """Accept a request. Raises OverloadedError (429) or UnavailableError (503) before any work starts.
+
+        The stream may still end with either before its first token, if no node came or none had room.
+        """
         ...
 
     def nodes(self) -> tuple[NodeStatus, ...]:
-        """All nodes that this worker knows of."""
+        """All nodes that this worker knows."""
         ...
 
     def counts(self) -> ServiceCounts:
-        """Gauges of this instant."""
+        """The current gauges."""
         ...

@@ -1,4 +1,4 @@
-"""One gunicorn worker's application, put together from the configuration. Composes; opens nothing before startup."""
+"""Builds one gunicorn worker's application from the configuration. Opens nothing before startup."""
 
 import asyncio
 import logging
@@ -13,16 +13,13 @@ from kvferry.common.config.endpoints import with_key
 from kvferry.common.config.schema import ClusterConfig
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.security import load_security
-from kvferry.router.http.app import (
-    AppDependencies,
-    create_app,
-)
+from kvferry.router.http.app import AppDependencies, create_app
 from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.shell import AsgiShell
 from kvferry.router.service import RouterService, ServiceSettings
 
 START_WAIT_S = 3.0
-"""Several announcements: a cluster that is up is found within one."""
+"""Several announcement intervals: a running cluster is found within one."""
 
 
 def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
@@ -70,9 +67,9 @@ def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
 
 
 def drain_at_sigterm(service: RouterService) -> None:
-    """Tell the service when the server is told to end: it finishes its streams within the drain, the server waits.
+    """Make SIGTERM drain the service, which finishes its streams within the drain time while the server waits.
 
-    The server's own handler is kept and called; it is in place before startup. No effect outside the main thread.
+    Chains to the server's own handler, which must be installed before. No effect outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return

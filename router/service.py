@@ -1,8 +1,7 @@
-"""A client's end of one request: a queue of its events in the worker's loop. Decides nothing.
+"""The router worker's shell: performs the effects of the core, in one asyncio loop. Decides nothing about requests.
 
-The router worker's shell: performs what the core decides, in one asyncio loop. Implements `router.api.TokenService`.
-
-Started after the fork, in the worker's own loop: its incarnation, sockets and context are nobody else's.
+Implements `router.api.TokenService`. Must be started after the fork, in the worker's own loop: incarnation, sockets and
+context must not be shared with another process.
 """
 
 import asyncio
@@ -11,21 +10,31 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import assert_never
 
 from kvferry.common.base.clock import Clock
-from kvferry.common.base.errors import UnavailableError
+from kvferry.common.base.errors import InvariantError, UnavailableError
 from kvferry.common.base.ids import (
     RequestId,
     new_incarnation,
 )
 from kvferry.common.cluster.actions import (
     BindPeer,
+    CloseKv,
     CloseLink,
+    CloseSession,
+    ExitProcess,
+    ExpectPieces,
+    ForgetPieces,
+    OpenKv,
     OpenLink,
     Probe,
     ResetLink,
+    RunStep,
     Send,
     SendHello,
+    SendPiece,
+    StopPieces,
 )
 from kvferry.common.cluster.events import (
     Announced,
@@ -45,38 +54,9 @@ from kvferry.router.api import EndEvent, GenerateRequest, NodeState, NodeStatus,
 from kvferry.router.core.effects import Deliver, Effect, FinishRequest
 from kvferry.router.core.router_core import RouterCore
 
-
-class QueuedStream:
-    """The TokenStream that the service hands out. Events are put by the service, taken by one reader."""
-
-    def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId, str], None]) -> None:
-        self.request_id = request_id
-        self._on_cancel = on_cancel
-        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
-        self._ended = False
-
-    def put(self, event: StreamEvent) -> None:
-        """Add an event; nothing may follow an EndEvent."""
-        self._events.put_nowait(event)
-        self._ended = self._ended or isinstance(event, EndEvent)
-
-    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
-        """Yield the events up to the end, in order."""
-        while True:
-            event = await self._events.get()
-            yield event
-            if isinstance(event, EndEvent):
-                return
-
-    def cancel(self, reason: str) -> None:
-        """Stop the request; no effect once it has ended."""
-        if not self._ended:
-            self._on_cancel(self.request_id, reason)
-
-
 TICK_S = 0.05
-LAST_WORD_S = 0.05
-"""Given to ZeroMQ to put the last lists on the wire. Losing them only means that nodes wait for the silence."""
+LAST_HEARTBEAT_S = 0.05
+"""Time for ZeroMQ to send the last heartbeats. If they are lost, nodes only wait for the silence instead."""
 _STATE_NAMES: dict[LinkState, NodeState] = {
     LinkState.CONNECTING: "connecting",
     LinkState.ALIVE: "alive",
@@ -86,24 +66,52 @@ _STATE_NAMES: dict[LinkState, NodeState] = {
 }
 
 
+class QueuedStream:
+    """The TokenStream that the service returns: a queue that the service fills and one reader empties."""
+
+    def __init__(self, request_id: RequestId, on_cancel: Callable[[RequestId, str], None]) -> None:
+        self.request_id = request_id
+        self._on_cancel = on_cancel
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()
+        self._ended = False
+
+    def put(self, event: StreamEvent) -> None:
+        """Add an event; must not be called after an EndEvent."""
+        self._events.put_nowait(event)
+        self._ended = self._ended or isinstance(event, EndEvent)
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        """Yield the events in order, up to the EndEvent."""
+        while True:
+            event = await self._events.get()
+            yield event
+            if isinstance(event, EndEvent):
+                return
+
+    def cancel(self, reason: str) -> None:
+        """Stop the request; no effect after its end."""
+        if not self._ended:
+            self._on_cancel(self.request_id, reason)
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceSettings:
-    """What a worker's service is started with."""
+    """Settings of a worker's service."""
 
     name: str
     timers: Timers
     limits: Limits
     static_nodes: tuple[str, ...] = ()
     announcements: str = ""
-    """The endpoint of this host's proxy for workers; empty: static nodes only."""
+    """Endpoint of this host's announcement proxy; empty: static nodes only."""
     start_wait_s: float = 0.0
-    """How long `start` waits for a first pair of nodes: a new worker shall not refuse what others would serve."""
+    """How long `start` waits for a first pair of nodes: a new worker must not refuse what others would serve."""
     configured_models: tuple[str, ...] = ()
-    """Names that are known before any node tells of them: 503 until then, not 404."""
+    """Models that are answered with 503 instead of 404 before a node has registered them."""
 
 
 class RouterService:
-    """One worker's requests and links. `start`, then any number of `submit`, then `stop`."""
+    """The requests and links of one worker. Call `start`, then `submit` any number of times, then `stop`."""
 
     def __init__(self, settings: ServiceSettings, clock: Clock, context: TransportContext, log: logging.Logger) -> None:
         self._settings = settings
@@ -119,34 +127,30 @@ class RouterService:
         self._ticker: asyncio.Task[None] | None = None
         self._last_tick = clock.now()
 
-    # -- life
+    # -- start and stop
 
     async def start(self) -> None:
-        """Draw the incarnation, open the sockets, begin to tick."""
-        own = new_incarnation()
+        """Choose the incarnation, open the sockets, start ticking, wait for a first pair of nodes."""
+        self_id, settings = new_incarnation(), self._settings
         self._watcher = AsyncWatcher(asyncio.get_running_loop())
         self._links = ClientLinks(
-            self._context, own, self._settings.limits, self._settings.timers, self._watcher, self.on_event, self._log
+            self._context, self_id, settings.limits, settings.timers, self._watcher, self.on_event, self._log
         )
-        for endpoint in self._settings.static_nodes:
+        for endpoint in settings.static_nodes:
             self._perform(self._core.add_static(endpoint, self._clock.now()))
-        if self._settings.announcements:
-            self._listen(self._settings.announcements)
+        if settings.announcements:
+            self._listen(settings.announcements)
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
-        await self._first_pair(self._clock.now() + self._settings.start_wait_s)
+        await self._await_first_pair(self._clock.now() + settings.start_wait_s)
 
-    async def _first_pair(self, until: float) -> None:
+    async def _await_first_pair(self, until: float) -> None:
         while self._core.not_ready_reason(None) is not None and self._clock.now() < until:
             await asyncio.sleep(TICK_S)
 
     def _listen(self, endpoint: str) -> None:
         self._listener = AnnouncementListener(self._context, self._settings.limits)
         self._listener.connect(endpoint)
-        receiver = AsyncReceiver(
-            asyncio.get_running_loop(),
-            self._listener,
-            self._on_announcement,
-        )
+        receiver = AsyncReceiver(asyncio.get_running_loop(), self._listener, self._on_announcement)
         receiver.open()
         self._announcements = receiver
 
@@ -155,22 +159,17 @@ class RouterService:
             self.on_event(Announced(envelope.sender, envelope.message))
 
     def drain(self) -> None:
-        """Take nothing new; streams go on."""
+        """Accept nothing new; streams continue."""
         self._perform(self._core.drain(self._clock.now()))
 
-    async def drained(self) -> None:
-        """Wait until no request is left."""
-        while not self._core.is_quiescent():
-            await asyncio.sleep(TICK_S)
-
     async def stop(self) -> None:
-        """End what is left, tell the nodes that nothing is wanted any more, close everything."""
+        """End all requests, send the nodes a last heartbeat, close all sockets."""
         if self._ticker is not None:
             self._ticker.cancel()
             with suppress(asyncio.CancelledError):
                 await self._ticker
         self._perform(self._core.close(self._clock.now()))
-        await asyncio.sleep(LAST_WORD_S)
+        await asyncio.sleep(LAST_HEARTBEAT_S)
         if self._announcements is not None:
             self._announcements.close()
         if self._listener is not None:
@@ -186,9 +185,10 @@ class RouterService:
             self.tick()
 
     def tick(self) -> None:
-        """Time went by. After a sleep (the process was stopped, its loop held) messages come first: uvloop runs timers
-        before it reads sockets, and what waits there must not be judged by a silence or a deadline that it ends."""
+        """Advance the core's time."""
         now = self._clock.now()
+        # After a sleep (process stopped, loop held) waiting messages come first: uvloop runs timers before it reads
+        # sockets, and a waiting message may end the silence or meet the deadline that the tick would act on.
         if self._watcher is not None and now - self._last_tick > TICK_S + self._settings.timers.late_tick_s:
             self._watcher.drain()
         self._last_tick = now
@@ -196,28 +196,23 @@ class RouterService:
         if self._links is not None:
             self._links.flush()
 
-    # -- what the HTTP layer asks
+    # -- TokenService, for the HTTP layer
 
     def model(self, name: str) -> ModelInfo | None:
-        """A model that was ever known; None: 404. UnavailableError: no node told of it yet, and it is a configured one,
-        or no node told of any."""
         found = self._core.models.get(name)
         if found is None and name in self._settings.configured_models:
             raise UnavailableError(f"no node serves the model {name} yet")
         if not self._core.models:
-            raise UnavailableError("no node has told of itself yet")
+            raise UnavailableError("no node has registered yet")
         return found
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """All models ever known."""
         return tuple(self._core.models.values())
 
     def not_ready_reason(self, model: str | None = None) -> str | None:
-        """None when a request would be served now."""
         return self._core.not_ready_reason(model)
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Take a request on. Raises OverloadedError or UnavailableError before any work starts."""
         stream = QueuedStream(request.request_id, self._cancel)
         self._streams[request.request_id] = stream
         try:
@@ -229,7 +224,6 @@ class RouterService:
         return stream
 
     def nodes(self) -> tuple[NodeStatus, ...]:
-        """All nodes this worker knows of."""
         found = []
         for link in self._core.links.links.values():
             draining = link.status is not None and link.status.draining and link.state is LinkState.ALIVE
@@ -245,7 +239,6 @@ class RouterService:
         return tuple(found)
 
     def counts(self) -> ServiceCounts:
-        """Gauges of this instant."""
         usage: dict[str, float] = {}
         hits: dict[str, float] = {}
         preemptions: dict[str, int] = {}
@@ -265,15 +258,15 @@ class RouterService:
             swaps[model] = sum(load.swaps for _, load in loads)
         return ServiceCounts(usage, hits, preemptions, swaps)
 
-    # -- the shell
+    # -- effects
 
     @property
     def core(self) -> RouterCore:
-        """For checks of its invariants."""
+        """The core, for checks of its invariants."""
         return self._core
 
     def on_event(self, event: Event) -> None:
-        """Give the core an event and perform what it answers."""
+        """Pass an event to the core and perform its effects."""
         self._perform(self._core.handle(event, self._clock.now()))
 
     def _cancel(self, request_id: RequestId, reason: str) -> None:
@@ -302,5 +295,10 @@ class RouterService:
                     links.bind_peer(endpoint, peer)
                 case Probe(endpoint):
                     links.probe(endpoint)
+                case (
+                    RunStep() | SendPiece() | StopPieces() | OpenKv() | CloseKv() | ExpectPieces() | ForgetPieces()
+                    | CloseSession() | ExitProcess()
+                ):  # fmt: skip
+                    raise InvariantError(f"a router worker cannot perform {effect}: it is an action of nodes")
                 case _:
-                    raise AssertionError(f"a router worker cannot perform {effect}")
+                    assert_never(effect)

@@ -1,4 +1,4 @@
-"""What the pure cores ask their shells to do. Plain data; performing them is the shell's (or the simulation's) part."""
+"""What the pure cores ask their shells to do. Plain data: the shell, or the simulation, performs them in order."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from kvferry.common.scheduling.step import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Put a message on the link to this process life. May be lost; nothing rests on its arrival."""
+    """Put a message on the link to this incarnation. It may be lost; nothing depends on its arrival."""
 
     peer: Incarnation
     message: Message
@@ -20,7 +20,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendHello:
-    """Put a Hello (or another message for whoever lives there) on the link to this endpoint."""
+    """Put a Hello on the link to this endpoint, for the incarnation that runs there."""
 
     endpoint: str
     message: Message
@@ -28,7 +28,7 @@ class SendHello:
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """Make a client socket to this control endpoint."""
+    """Open a client socket to this control endpoint."""
 
     endpoint: str
 
@@ -42,14 +42,14 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class ResetLink:
-    """The life at this endpoint has ended: drop what still waits for it, and try to connect anew."""
+    """The incarnation at this endpoint has ended: drop messages that wait for it, and reconnect."""
 
     endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
 class BindPeer:
-    """From now on this process life is reached over the link to this endpoint."""
+    """From now on this incarnation is reached over the link to this endpoint."""
 
     endpoint: str
     peer: Incarnation
@@ -57,7 +57,7 @@ class BindPeer:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Find out whether anything listens at this endpoint; answered by a ProbeAnswered event."""
+    """Find out whether any process listens at this endpoint; answered by ProbeAnswered."""
 
     endpoint: str
 
@@ -71,9 +71,9 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class SendPiece:
-    """Give one piece of KV to the transport; answered by PieceSent. `piece` has no data yet."""
+    """Give one piece of KV to the transport, for the decode node of its key; answered by PieceSent. `piece` has no data
+    yet."""
 
-    peer: Incarnation
     piece: Piece
     block_table: tuple[int, ...]
     slots: tuple[int, ...] = ()
@@ -82,14 +82,14 @@ class SendPiece:
 
 @dataclass(frozen=True, slots=True)
 class StopPieces:
-    """Read nothing more for this key; answered by PiecesStopped when the transport has let go of the blocks."""
+    """Read nothing more for this key; answered by PiecesStopped when the transport no longer uses the blocks."""
 
     key: TransferKey
 
 
 @dataclass(frozen=True, slots=True)
 class OpenKv:
-    """Make ready to send KV to this process life."""
+    """Prepare to send KV to this incarnation."""
 
     peer: Incarnation
     endpoints: tuple[str, ...]
@@ -100,14 +100,14 @@ class OpenKv:
 
 @dataclass(frozen=True, slots=True)
 class CloseKv:
-    """No KV goes to this process life any more."""
+    """Send no more KV to this incarnation."""
 
     peer: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectPieces:
-    """Let pieces of this key be written into these blocks, at positions from first_token on: below is shared KV."""
+    """Allow pieces of this key to be written into these blocks, from position first_token on: below it is shared KV."""
 
     key: TransferKey
     block_table: tuple[int, ...]
@@ -118,21 +118,21 @@ class ExpectPieces:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPieces:
-    """Once this is performed nothing is written for this key any more (it is done in order, before later actions)."""
+    """Write nothing more for this key. Performed in order: once it is done, later actions may free the blocks."""
 
     key: TransferKey
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Let no write of this life into staging slots begin any more; answered by SessionClosed, else asked again."""
+    """Let no write of this incarnation into staging slots begin any more; answered by SessionClosed, else repeated."""
 
     peer: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class ExitProcess:
-    """This process shall end: drained, or its engine is stuck."""
+    """End this process: drained, or its engine is stuck."""
 
     reason: str
     code: int

@@ -1,7 +1,7 @@
-"""A node's view of its clients (router workers, prefill nodes) and of the lists they send. Pure.
+"""A node's view of its clients (router workers, prefill nodes) and of their wanted sets. Pure.
 
-Protocol rules 12 to 16: the list says all that a client wants here; what is old enough (number <= as_of) and absent is
-freed; what comes late, old enough and absent, is refused. No tombstones, no leases, no acknowledgements.
+Protocol rules 12 to 16: a wanted set names all that a client wants here. A request that is old enough for the set
+(number <= as_of) and not in it is freed; one that arrives late is refused. No tombstones, leases or acknowledgements.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,12 @@ from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import ClientKind, Heartbeat, WantedRequest
 
 FORGOTTEN_KEPT = 256
+"""Silent clients that are remembered, so that one that returns is known as such."""
 
 
 @dataclass(slots=True)
 class Client:
-    """One process life that said Hello."""
+    """One incarnation that said Hello."""
 
     incarnation: Incarnation
     kind: ClientKind
@@ -30,32 +31,33 @@ class Client:
     last_heartbeat: float = -1e9
     heartbeat_no: int = 0
     as_of: int = 0
-    entries: dict[RequestId, WantedRequest] = field(default_factory=dict)
+    wanted: dict[RequestId, WantedRequest] = field(default_factory=dict)
+    """Its wanted set."""
     link_seq: int = 0
     """Number of the last Tokens message sent to it."""
     returned: bool = False
-    """It was silent for too long, so that what it had here is gone."""
+    """It was silent for too long, so that its requests here were freed."""
     lost: frozenset[AttemptKey] = frozenset()
-    """What its first list after that expected here: whether it once was here is not known any more."""
+    """What its first wanted set after that expected here: this node no longer knows whether it had it."""
 
-    def take(self, beat: Heartbeat, now: float) -> bool:
-        """Adopt a list unless it is older than the present one."""
+    def update_wanted(self, heartbeat: Heartbeat, now: float) -> bool:
+        """Adopt the wanted set of a heartbeat. Returns False for a heartbeat that came late."""
         self.last_heard = now
-        if beat.heartbeat_no <= self.heartbeat_no:
+        if heartbeat.heartbeat_no <= self.heartbeat_no:
             return False
-        self.heartbeat_no, self.as_of, self.last_heartbeat = beat.heartbeat_no, beat.as_of, now
-        self.entries = {entry.request_id: entry for entry in beat.entries}
+        self.heartbeat_no, self.as_of, self.last_heartbeat = heartbeat.heartbeat_no, heartbeat.as_of, now
+        self.wanted = {request.request_id: request for request in heartbeat.wanted}
         if self.returned:
             self.returned = False
-            self.lost = frozenset(AttemptKey(e.request_id, e.attempt) for e in beat.entries if e.expected)
+            self.lost = frozenset(AttemptKey(r.request_id, r.attempt) for r in heartbeat.wanted if r.expected)
         return True
 
     def wants(self, number: int, request_id: RequestId, attempt: int, generation: int = 0) -> bool:
-        """False when the list is newer than `number` and does not have this attempt (and generation)."""
+        """False when the wanted set is newer than `number` and does not name this attempt (and generation)."""
         if number > self.as_of:
             return True
-        entry = self.entries.get(request_id)
-        return entry is not None and entry.attempt == attempt and entry.generation == generation
+        request = self.wanted.get(request_id)
+        return request is not None and request.attempt == attempt and request.generation == generation
 
 
 @dataclass(slots=True)
@@ -65,14 +67,14 @@ class ClientTable:
     timers: Timers
     clients: dict[Incarnation, Client] = field(default_factory=dict)
     _forgotten: dict[Incarnation, None] = field(default_factory=dict)
-    """Lives that were silent for too long, the latest ones."""
+    """Incarnations that were silent for too long, the latest ones."""
 
     def get(self, incarnation: Incarnation) -> Client | None:
-        """The client of this life, if it said Hello and was heard lately."""
+        """The client with this incarnation, if it said Hello and was heard lately."""
         return self.clients.get(incarnation)
 
     def hello(self, incarnation: Incarnation, kind: ClientKind, name: str, now: float) -> Client:
-        """Know a client; saying Hello again changes nothing that is held for it."""
+        """Register a client. Another Hello changes nothing that is held for it."""
         client = self.clients.get(incarnation)
         if client is None:
             client = self.clients[incarnation] = Client(incarnation, kind, name, now)
@@ -82,17 +84,15 @@ class ClientTable:
         return client
 
     def workers(self) -> Iterator[Client]:
-        """The router workers among them."""
         return (client for client in self.clients.values() if client.kind == "worker")
 
     def forgive(self, slept_s: float, now: float) -> None:
-        """This process slept for so long: what a client did not say meanwhile does not count."""
+        """This process slept for so long: the clients' silence meanwhile does not count."""
         for client in self.clients.values():
             client.last_heard = min(now, client.last_heard + slept_s)
             client.last_heartbeat = min(now, client.last_heartbeat + slept_s)
 
     def remove(self, incarnation: Incarnation) -> None:
-        """The client said its last word."""
         self.clients.pop(incarnation, None)
 
     def take_silent(self, now: float) -> list[Client]:

@@ -13,7 +13,7 @@ from kvferry.common.scheduling.step import StepResult
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message came. `endpoint` names the client link it came on; it is empty at a node's own socket."""
+    """A message arrived. `endpoint` names the client link it arrived on; empty at a node's own socket."""
 
     envelope: Envelope
     endpoint: str = ""
@@ -21,7 +21,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went by. Comes several times a second."""
+    """Time passed. Comes several times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class LayersDone:
 
 
 @dataclass(frozen=True, slots=True)
-class StepGoesOn:
-    """The step in flight takes long, and has come a layer further. Not said of every layer."""
+class StepProgressed:
+    """The step in flight takes long and has completed another layer. Not posted for every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,21 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class EngineFailed:
-    """The engine raised: the process cannot go on."""
+    """The engine raised: the process cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class KvFailed:
-    """The thread that moves KV raised: nothing is sent or written any more, so the process cannot go on."""
+    """The thread that transfers KV raised: nothing is sent or written any more, so the process cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PieceSent:
-    """The transport has let go of a piece's blocks: its bytes are on their way, or written where it is one-sided."""
+    """The transport no longer uses a piece's blocks: its bytes were sent, or written by a one-sided transport."""
 
     key: TransferKey
     number: int
@@ -120,7 +120,7 @@ class PieceArrived:
 
 @dataclass(frozen=True, slots=True)
 class PieceBad:
-    """A piece came damaged; nothing of it was written."""
+    """A piece arrived damaged; nothing of it was written."""
 
     key: TransferKey
     number: int
@@ -129,18 +129,18 @@ class PieceBad:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The transport begins no more writes of this life into staging slots."""
+    """The transport begins no more writes of this incarnation into staging slots."""
 
     peer: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Finish what is there, take nothing new, then end."""
+    """Finish the requests that are here, accept no new ones, then end."""
 
 
 Event = (
-    Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepGoesOn | StepDone
+    Received | Tick | LinkConnected | LinkClosed | ProbeAnswered | Announced | LayersDone | StepProgressed | StepDone
     | EngineFailed | KvFailed | PieceSent | PiecesStopped | KvSendFailed | PieceArrived | PieceBad | SessionClosed
     | DrainRequested
 )  # fmt: skip

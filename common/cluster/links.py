@@ -1,12 +1,14 @@
-"""The client's side of its links: which nodes are there, which of them live. Pure.
+"""The client's side of its links: which nodes exist, and which of them are alive. Pure.
 
-Both router workers and prefill nodes (towards decode nodes) own one. Protocol rules 6, 9, 10: a peer is alive on the
-link where it is needed; a closed connection makes it suspect; refusal or another incarnation means dead at once;
-silence counts only while this process itself runs; a peer whose engine has work and does not move is dead too.
+Router workers own one table, and prefill nodes one towards decode nodes. Protocol rules 6, 9, 10: a peer is alive on
+the link where it is needed; a closed connection makes it suspect; a refused connection or another incarnation means
+dead immediately; silence counts only while this process itself runs; a peer whose engine has work and makes no progress
+counts as dead too.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import assert_never
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import Incarnation
@@ -19,23 +21,24 @@ from kvferry.common.cluster.actions import (
     ResetLink,
     SendHello,
 )
+from kvferry.common.cluster.events import LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
 from kvferry.common.cluster.sleep_detector import SleepDetector
 from kvferry.common.cluster.table import (
     Machine,
     Table,
 )
 from kvferry.common.config.protocol import Timers
-from kvferry.common.protocol.messages import Hello, HelloRefused, Status, Welcome
+from kvferry.common.protocol.messages import Hello, HelloRefused, Message, Status, Welcome, WrongIncarnation
 
 FORGET_AFTER_S = 60.0
-"""A dead link that nobody announces is dropped after this long."""
+"""A dead link whose node is no longer announced is dropped after this long."""
 MOST_LINKS = 1024
-"""Links that are kept for what others name: each costs descriptors, and anybody may name anything."""
+"""Bound on links to endpoints that others name: each costs descriptors, and any sender may name any endpoint."""
 LATE_S = 2.0
-"""What comes this soon from a life that another one has followed is late, and changes nothing. Not for ever: two lives
-may be welcomed in the wrong order, and the one that lives says so again."""
+"""A message of an earlier incarnation this soon after its successor was welcomed is late, and changes nothing. Not for
+ever: two may be welcomed in the wrong order, and the one that runs sends again."""
 HELLO_SPACING_S = 0.1
-"""Between two Hellos to a node that does not know us: each of our messages makes it say so."""
+"""Between two Hellos to a node that does not know this client: each message makes it answer so."""
 
 
 class LinkState(Enum):
@@ -46,11 +49,11 @@ class LinkState(Enum):
     ALIVE = auto()
     """Welcomed, and heard lately: may get new work."""
     SUSPECT = auto()
-    """Silent for a while, or its connection broke: keeps what it has, gets no new work."""
+    """Silent for a while, or its connection broke: keeps its requests, gets no new ones."""
     DEAD = auto()
-    """That life has ended, or counts as ended; whoever lives there next must welcome us first."""
+    """The incarnation has ended, or counts as ended; the next one must welcome this client first."""
     REFUSED = auto()
-    """The node answered Hello with a refusal, which is kept; it is asked again with every beat."""
+    """The node answered Hello with a refusal, which is kept; Hello is repeated with every heartbeat."""
 
 
 class LinkEvent(Enum):
@@ -59,13 +62,13 @@ class LinkEvent(Enum):
     WELCOME = auto()
     """It answered Hello."""
     HEARD = auto()
-    """Any other message of the same life."""
+    """Any other message of the same incarnation."""
     CLOSED = auto()
     """The transport lost the connection."""
     SILENT = auto()
     """Not heard for suspect_s."""
     LOST = auto()
-    """Refused connection, another life, silence for dead_after_s, or an engine that has work and does not move."""
+    """Refused connection, another incarnation, silence for dead_after_s, or an engine with work and no progress."""
     HELLO_REFUSED = auto()
     """It answered Hello with a refusal."""
 
@@ -117,24 +120,24 @@ class Link:
     dead_since: float = 0.0
     last_announced: float = 0.0
     heartbeat_no: int = 0
-    """Goes on over lives: a list never looks older than one before it."""
+    """Counts on over incarnations: a wanted set never looks older than the one before it."""
     link_seq: int = 0
     """Highest Tokens number seen."""
     wedged: bool = False
-    """It was lost since its engine does not move: its process lives."""
+    """Lost because its engine makes no progress; its process still runs."""
     probing: bool = False
     needs_reset: bool = False
     past: dict[Incarnation, float] = field(default_factory=dict)
-    """Lives that were here before this one, and when they were followed by another."""
+    """Incarnations that were here before, and when the next one was welcomed."""
 
     def is_late(self, sender: Incarnation, now: float) -> bool:
-        """Whether this comes from a life that another one has just followed."""
+        """Whether this comes from an incarnation whose successor was just welcomed."""
         followed = self.past.get(sender)
         return followed is not None and now - followed < LATE_S
 
     def follow(self, sender: Incarnation, now: float) -> None:
-        """Another life is here from now on."""
-        self.past = {life: since for life, since in self.past.items() if now - since < LATE_S}
+        """Another incarnation is here from now on."""
+        self.past = {earlier: since for earlier, since in self.past.items() if now - since < LATE_S}
         if self.peer is not None:
             self.past[self.peer] = now
         self.peer, self.status = sender, None
@@ -155,24 +158,41 @@ class Link:
         return self.state in (LinkState.ALIVE, LinkState.SUSPECT)
 
 
+LinkInput = Received | Tick | LinkConnected | LinkClosed | ProbeAnswered
+"""The events that concern links."""
+
+
+@dataclass(slots=True)
+class LinkUpdate:
+    """What an event on the links led to."""
+
+    actions: list[Action] = field(default_factory=list)
+    up: Link | None = None
+    """The link whose node just answered Hello."""
+    lost: list[Incarnation] = field(default_factory=list)
+    """Incarnations that ended, or count as ended. Each is reported once."""
+    link: Link | None = None
+    message: Message | None = None
+    """A message for the owner of the links, and the link to the live node that sent it."""
+
+
 @dataclass(slots=True)
 class LinkTable:
-    """All links of one client. Methods return what to do; lives that ended are collected in `take_lost()`."""
+    """All links of one client."""
 
     hello: Hello
     timers: Timers
     links: dict[str, Link] = field(default_factory=dict)
     by_peer: dict[Incarnation, Link] = field(default_factory=dict)
-    _lost: list[Incarnation] = field(default_factory=list)
     _ticks: SleepDetector = field(init=False)
 
     def __post_init__(self) -> None:
         self._ticks = SleepDetector(self.timers)
 
     def add(self, endpoint: str, now: float, *, static: bool = False) -> list[Action]:
-        """Know of a node at this endpoint (no effect when it is known already).
+        """Open a link to the node at this endpoint, unless there is one.
 
-        With MOST_LINKS the oldest one that never answered gives way; where all did, the new one is not taken.
+        With MOST_LINKS links the oldest that never answered is replaced; if all answered, the new one is not opened.
         """
         link = self.links.get(endpoint)
         if link is not None:
@@ -195,91 +215,101 @@ class LinkTable:
         return [*actions, OpenLink(endpoint), *self._say_hello(link, now)]
 
     def peer(self, incarnation: Incarnation) -> Link | None:
-        """The link to this process life, while it is the one that lives there."""
+        """The link to this incarnation, while it is the one at its address."""
         return self.by_peer.get(incarnation)
 
-    def take_lost(self) -> list[Incarnation]:
-        """Lives that ended since the last call, each once."""
-        lost, self._lost = self._lost, []
-        return lost
-
     def is_wedged(self, peer: Incarnation) -> bool:
-        """Whether this life, which was lost, lives on and its engine does not move."""
+        """Whether this lost incarnation still runs, with an engine that makes no progress."""
         return any(link.wedged for link in self.links.values() if link.peer == peer)
 
-    def on_connected(self, endpoint: str, now: float) -> list[Action]:
-        """Every connection starts with a Hello."""
-        link = self.links.get(endpoint)
-        return [] if link is None else self._say_hello(link, now)
-
-    def on_closed(self, endpoint: str, now: float) -> list[Action]:
-        """The connection broke: suspect, and a probe tells whether anybody still listens."""
-        link = self.links.get(endpoint)
+    def handle(self, event: LinkInput, now: float) -> LinkUpdate:
+        """Take in one event. The deaths that it revealed are part of the result."""
+        update = LinkUpdate()
+        if isinstance(event, Tick):
+            self._on_tick(update, now)
+            return update
+        link = self.links.get(event.endpoint)
+        if isinstance(event, Received):
+            self._on_message(link, event.envelope.sender, event.envelope.message, update, now)
+            return update
         if link is None:
-            return []
-        link.machine.move(LinkEvent.CLOSED, now)
-        return self._probe(link) if link.state is LinkState.SUSPECT else []
+            return update
+        match event:
+            case LinkConnected():
+                update.actions += self._say_hello(link, now)
+            case LinkClosed():
+                link.machine.move(LinkEvent.CLOSED, now)
+                if link.state is LinkState.SUSPECT:
+                    update.actions += self._probe(link)
+            case ProbeAnswered(result=result):
+                link.probing = False
+                if result == "refused" and link.state is LinkState.SUSPECT:
+                    self._lose(link, update, now)
+            case _:
+                assert_never(event)
+        return update
 
-    def on_probe(self, endpoint: str, refused: bool, now: float) -> list[Action]:
-        """Nobody listens there: that life has ended."""
-        link = self.links.get(endpoint)
-        if link is None:
-            return []
-        link.probing = False
-        if refused and link.state is LinkState.SUSPECT:
-            self._lose(link, now)
-        return []
+    def _on_message(
+        self, link: Link | None, sender: Incarnation, message: Message, update: LinkUpdate, now: float
+    ) -> None:
+        if link is not None:
+            if isinstance(message, Welcome):
+                self._on_welcome(link, sender, message, update, now)
+                return
+            if isinstance(message, HelloRefused):
+                self._on_hello_refused(link, message, update, now)
+                return
+            self._on_heard(link, sender, update, now, unknown=isinstance(message, WrongIncarnation))
+        known = self.by_peer.get(sender)
+        if known is None or isinstance(message, Welcome | HelloRefused | WrongIncarnation):
+            return
+        if isinstance(message, Status):
+            self._on_status(known, message, now)
+        update.link, update.message = known, message
 
-    def on_welcome(self, endpoint: str, sender: Incarnation, message: Welcome, now: float) -> list[Action]:
-        """A node answered: it lives, and it is this life."""
-        link = self.links.get(endpoint)
+    def _on_welcome(self, link: Link, sender: Incarnation, message: Welcome, update: LinkUpdate, now: float) -> None:
+        """A node answered: this incarnation is alive at this address."""
         other = self.by_peer.get(sender)
-        if link is None or (other is not None and other is not link):
-            return []  # one link a life: a second address of it waits until the first one fails
-        actions: list[Action] = []
+        if other is not None and other is not link:
+            return  # one link per incarnation: a second address of it waits until the first one fails
         if link.peer != sender:
             if link.is_late(sender, now):
-                return []
+                return
             if link.up:
-                self._lose(link, now)
+                self._lose(link, update, now)
             link.follow(sender, now)
-            actions.append(BindPeer(endpoint, sender))
+            update.actions.append(BindPeer(link.endpoint, sender))
         link.welcome, link.refusal, link.wedged = message, "", False
-        link.link_seq = 0  # it may have forgotten us in between, and counts anew then
+        link.link_seq = 0  # the node may have forgotten this client meanwhile, and then counts from 0 again
         link.last_heard = link.last_progress = now
         link.machine.move(LinkEvent.WELCOME, now)
         self.by_peer[sender] = link
-        return actions
+        update.up = link
 
-    def on_hello_refused(self, endpoint: str, message: HelloRefused, now: float) -> None:
-        """The node will not have us: remembered, and asked again with every beat."""
-        link = self.links.get(endpoint)
-        if link is None:
-            return
+    def _on_hello_refused(self, link: Link, message: HelloRefused, update: LinkUpdate, now: float) -> None:
+        """The node refuses this client. The reason is kept, and Hello repeated with every heartbeat."""
         if link.up:
-            self._lose(link, now)
+            self._lose(link, update, now)
         link.refusal = message.reason
         link.machine.move(LinkEvent.HELLO_REFUSED, now)
 
-    def on_heard(self, endpoint: str, sender: Incarnation, now: float, *, unknown: bool = False) -> list[Action]:
-        """Anything else came: the same life is heard, another one ends it. Returns a Hello when one is due.
-
-        unknown: it came to say that it does not know us (any more).
-        """
-        link = self.links.get(endpoint)
-        if link is None or link.is_late(sender, now):
-            return []
+    def _on_heard(self, link: Link, sender: Incarnation, update: LinkUpdate, now: float, *, unknown: bool) -> None:
+        """Any other message: the same incarnation was heard; another one ends it. `unknown`: it does not know us."""
+        if link.is_late(sender, now):
+            return
         if link.peer == sender and link.up:
             link.last_heard = now
             if link.state is not LinkState.ALIVE:
                 link.machine.move(LinkEvent.HEARD, now)
-            return self._say_hello(link, now) if unknown and now - link.last_hello >= HELLO_SPACING_S else []
+            if unknown and now - link.last_hello >= HELLO_SPACING_S:
+                update.actions += self._say_hello(link, now)
+            return
         if link.up:
-            self._lose(link, now)
-        return self._say_hello(link, now)
+            self._lose(link, update, now)
+        update.actions += self._say_hello(link, now)
 
-    def on_status(self, link: Link, message: Status, now: float) -> None:
-        """Newest wins; progress is a new step, a layer of one that takes long, or no work waiting."""
+    def _on_status(self, link: Link, message: Status, now: float) -> None:
+        """The newest wins. A new step, a layer of a long step, or no work waiting count as progress."""
         old = link.status
         if old is not None and message.status_no <= old.status_no:
             return
@@ -287,19 +317,17 @@ class LinkTable:
         if old is None or _progress(message) != _progress(old) or not message.work_waiting:
             link.last_progress = now
 
-    def tick(self, now: float) -> list[Action]:
-        """Judge silences, repeat Hellos, forget the long dead."""
+    def _on_tick(self, update: LinkUpdate, now: float) -> None:
+        """Judge silences, repeat Hellos, close links that are long dead."""
         self._forgive_own_sleep(now)
-        actions: list[Action] = []
         for link in list(self.links.values()):
             if link.up:
-                actions += self._judge(link, now)
+                self._judge(link, update, now)
             elif now - link.last_hello >= self.timers.heartbeat_s:
-                actions += self._say_hello(link, now)
+                update.actions += self._say_hello(link, now)
             if not link.up and not link.static and self._forgotten(link, now):
-                actions.append(CloseLink(link.endpoint))
+                update.actions.append(CloseLink(link.endpoint))
                 del self.links[link.endpoint]
-        return actions
 
     def _forgive_own_sleep(self, now: float) -> None:
         slept_s = self._ticks.slept_s(now)
@@ -307,17 +335,16 @@ class LinkTable:
             link.last_heard = min(now, link.last_heard + slept_s)
             link.last_progress = min(now, link.last_progress + slept_s)
 
-    def _judge(self, link: Link, now: float) -> list[Action]:
+    def _judge(self, link: Link, update: LinkUpdate, now: float) -> None:
         silence = now - link.last_heard
         stalled = now - link.last_progress > self.timers.engine_stall_s
         if silence > self.timers.dead_after_s or stalled:
             link.wedged = silence <= self.timers.dead_after_s
-            self._lose(link, now)
-            return self._say_hello(link, now)
-        if silence > self.timers.suspect_s:
+            self._lose(link, update, now)
+            update.actions += self._say_hello(link, now)
+        elif silence > self.timers.suspect_s:
             link.machine.move(LinkEvent.SILENT, now)
-            return self._probe(link)
-        return []
+            update.actions += self._probe(link)
 
     def _forgotten(self, link: Link, now: float) -> bool:
         return now - max(link.dead_since, link.last_announced) > FORGET_AFTER_S
@@ -334,13 +361,13 @@ class LinkTable:
         link.needs_reset = False
         return [*reset, SendHello(link.endpoint, self.hello)]
 
-    def _lose(self, link: Link, now: float) -> None:
+    def _lose(self, link: Link, update: LinkUpdate, now: float) -> None:
         link.machine.move(LinkEvent.LOST, now)
         link.dead_since = now
         link.needs_reset = True
         if link.peer is not None:
             self.by_peer.pop(link.peer, None)
-            self._lost.append(link.peer)
+            update.lost.append(link.peer)
 
     def check_invariants(self) -> None:
         """Raises InvariantError when the two maps disagree."""

@@ -1,7 +1,7 @@
-"""A node's decisions that do not depend on its role: Hello, lists, Status, engine progress, drain. Pure.
+"""A node's decisions that do not depend on its role: Hello, heartbeats, Status, engine progress, drain. Pure.
 
-Roles (prefill, decode) are plugged in; the scheduler is shared by all roles of a process. One call of `handle` takes one
-event in, lets the roles act, and gives the engine its next step when there is one.
+Roles (prefill, decode) are plugged in and share the scheduler of their process. One call of `handle` takes in one
+event, lets the roles act, and gives the engine its next step when there is one.
 """
 
 import math
@@ -32,10 +32,10 @@ from kvferry.common.cluster.events import (
     LayersDone,
     Received,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
     Tick,
 )
-from kvferry.common.cluster.node_role import NodeRole
+from kvferry.common.cluster.node_role import MakeRoles, NodeRole, RoleContext
 from kvferry.common.cluster.sleep_detector import SleepDetector
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import (
@@ -68,7 +68,7 @@ HandoverMessage = Reserve | Commit | Abort
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Who this process life is."""
+    """What this incarnation is and serves."""
 
     incarnation: Incarnation
     name: str
@@ -81,18 +81,18 @@ class NodeIdentity:
 
 @dataclass(slots=True)
 class EngineProgress:
-    """Proof that the engine works, or that it does not."""
+    """Whether the engine makes progress."""
 
     steps_done: int = 0
     progress_no: int = 0
-    """Goes up while a step comes further."""
+    """Counts up while a long step makes progress."""
     started_at: float | None = None
     """When the oldest step in flight was given to the engine."""
     last_progress: float = math.inf
-    """Set by the first event: the machine's clock does not begin with the process."""
+    """Set by the first event: the machine's clock does not start with the process."""
 
     def moved(self, now: float) -> None:
-        """A layer of the step in progress is done: a step that takes long is none that hangs."""
+        """A layer of the step in progress is done: a long step is not a stuck one."""
         self.progress_no += 1
         self.last_progress = now
 
@@ -103,13 +103,13 @@ class EngineProgress:
 
 @dataclass(slots=True)
 class NodeCore:
-    """All of one node but its roles."""
+    """All of one node except its roles."""
 
     identity: NodeIdentity
     timers: Timers
     scheduler: Scheduler
     roles: Sequence[NodeRole]
-    clients: ClientTable = field(init=False)
+    clients: ClientTable
     progress: EngineProgress = field(default_factory=EngineProgress)
     draining_since: float | None = None
     _steps_in_flight: int = 0
@@ -120,16 +120,15 @@ class NodeCore:
     _exiting: bool = False
 
     def __post_init__(self) -> None:
-        self.clients = ClientTable(self.timers)
         self._ticks = SleepDetector(self.timers)
 
     @property
     def role_names(self) -> tuple[RoleName, ...]:
-        """What this process can do."""
+        """The roles of this process."""
         return tuple(role.name for role in self.roles)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take in one event; returns what is to be done, in order."""
+        """Take in one event. Returns the actions to perform, in order."""
         actions: list[Action] = []
         match event:
             case Received(envelope, ""):
@@ -143,19 +142,19 @@ class NodeCore:
             case EngineFailed(reason):
                 actions.append(self._exit(f"the engine failed: {reason}", 1))
             case KvFailed(reason):
-                actions.append(self._exit(f"moving KV failed: {reason}", 1))
+                actions.append(self._exit(f"the KV transfer failed: {reason}", 1))
             case DrainRequested():
                 actions += self._drain(now)
             case Tick():
                 actions += self._on_tick(now)
-            case StepGoesOn():
+            case StepProgressed():
                 self.progress.moved(now)
             case _:
                 if isinstance(event, LayersDone):
                     self.progress.moved(now)
                 for role in self.roles:
                     actions += role.on_event(event, now)
-        if not isinstance(event, LayersDone | StepGoesOn):
+        if not isinstance(event, LayersDone | StepProgressed):
             actions += self._pump(now)
         for role in self.roles:
             actions += role.flush(now)
@@ -174,7 +173,7 @@ class NodeCore:
         if isinstance(message, Heartbeat):
             return self._on_heartbeat(client, message, now)
         if isinstance(message, HandoverMessage) and not _names(message.key, sender, self.identity.incarnation):
-            return []  # nobody speaks for another life, nor to one through us
+            return []  # no peer speaks for another incarnation, nor to one through this node
         actions: list[Action] = []
         if isinstance(message, Cancel):
             for role in self.roles:
@@ -205,26 +204,27 @@ class NodeCore:
         )
         return [Send(sender, welcome), self._status(self.clients.clients[sender], now)]
 
-    def _on_heartbeat(self, client: Client, beat: Heartbeat, now: float) -> list[Action]:
-        if not client.take(beat, now):
+    def _on_heartbeat(self, client: Client, heartbeat: Heartbeat, now: float) -> list[Action]:
+        if not client.update_wanted(heartbeat, now):
             return []
         actions: list[Action] = []
         for role in self.roles:
             actions += role.on_heartbeat(client, now)
         if client.kind == "worker":
             actions += self._answer_unknown(client)
-        if beat.last:
+        if heartbeat.last:
             actions += self._client_lost(client, now)
             self.clients.remove(client.incarnation)
         return actions
 
     def _answer_unknown(self, client: Client) -> list[Action]:
-        """Say what is expected here and is not. `never_known` has the same Job sent again: only if it never was here,
-        for an attempt that got as far as a Commit must not be run a second time."""
+        """Report the requests that the worker expects here and that this node does not have. `never_known` makes the
+        worker send the same Job again: only for an attempt that never was here, since one that got as far as a Commit
+        must not run a second time."""
         actions: list[Action] = []
-        for entry in client.entries.values():
-            key = AttemptKey(entry.request_id, entry.attempt)
-            if entry.expected and not any(role.knows(*key) for role in self.roles):
+        for request in client.wanted.values():
+            key = AttemptKey(request.request_id, request.attempt)
+            if request.expected and not any(role.knows(*key) for role in self.roles):
                 may_have_been = "prefill" not in self.role_names or key in client.lost
                 reason: GoneReason = "lost" if may_have_been else "never_known"
                 actions.append(
@@ -241,18 +241,18 @@ class NodeCore:
     # -- engine
 
     def _pump(self, now: float) -> list[Action]:
-        """Give the engine steps while it takes some; a plan may start sequences, which the roles are told first."""
+        """Give the engine steps while it takes some. Scheduling may start sequences: the roles act on that first."""
         actions: list[Action] = []
         while not self._exiting:
             scheduled = self.scheduler.schedule(now, self._may_start)
             actions += self._scheduler_events(scheduled.events, now)
-            plan = scheduled.plan
-            if plan is not None:
+            batch = scheduled.plan
+            if batch is not None:
                 self._steps_in_flight += 1
                 if self.progress.started_at is None:
                     self.progress.started_at = now
-                report = any(role.wants_layers(plan) for role in self.roles)
-                actions.append(RunStep(replace(plan, report_layers=report)))
+                report = any(role.wants_layers(batch) for role in self.roles)
+                actions.append(RunStep(replace(batch, report_layers=report)))
             elif not scheduled.events:
                 break
         if not self.scheduler.work_waiting:
@@ -286,7 +286,7 @@ class NodeCore:
             self._last_status = now
             actions += [self._status(client, now) for client in self.clients.clients.values()]
         if now - self.progress.last_progress > self.timers.engine_stall_exit_s:
-            actions.append(self._exit("the engine does not move although work is waiting", 1))
+            actions.append(self._exit("the engine makes no progress although work is waiting", 1))
         return actions + self._drain_tick(now)
 
     def _status(self, client: Client, now: float) -> Send:
@@ -342,12 +342,16 @@ class NodeCore:
             if owners != 1:
                 raise InvariantError(f"sequence {seq_id} is owned by {owners} roles")
         if self._steps_in_flight < 0:
-            raise InvariantError("more steps came back than were given")
+            raise InvariantError("the engine returned more steps than it was given")
 
     def is_quiescent(self) -> bool:
-        """Nothing is held for anybody."""
         return self.scheduler.is_quiescent() and all(role.is_quiescent() for role in self.roles)
 
 
 def _names(key: TransferKey, prefill: Incarnation, decode: Incarnation) -> bool:
     return key.prefill == prefill and key.decode == decode
+
+
+def make_node_core(identity: NodeIdentity, context: RoleContext, make_roles: MakeRoles) -> NodeCore:
+    """The core of a node: its roles share the context's scheduler and clients."""
+    return NodeCore(identity, context.timers, context.scheduler, make_roles(context), context.clients)

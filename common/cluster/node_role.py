@@ -1,49 +1,49 @@
-"""What a node core asks of the roles plugged into it, and what passes between two roles of one process. Types only.
-
-The roles live in prefill_node and decode_node, and know one another by these types alone.
+"""What a node core asks of the roles plugged into it, what a role is made of, and what passes between two roles of one
+process. Types only: the roles live in prefill_node and decode_node, and know each other by these types alone.
 """
 
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import AttemptKey, Incarnation, RequestId, TransferKey
 from kvferry.common.cluster.actions import Action
-from kvferry.common.cluster.clients import Client
+from kvferry.common.cluster.clients import Client, ClientTable
 from kvferry.common.cluster.events import Event
+from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import Message, RoleName
+from kvferry.common.protocol.model_info import Compatibility
 from kvferry.common.scheduling.events import SchedulerEvent
+from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SequenceSpec
 from kvferry.common.scheduling.step import StepBatch
 
 
 class NodeRole(Protocol):
-    """One role's decisions. Every method returns what is to be done, in order."""
+    """One role's decisions. Methods that return actions return them in the order in which they must be performed."""
 
     name: RoleName
 
     def handles(self, message: Message) -> bool:
-        """Whether this message from a client is for this role."""
+        """Whether this message of a client is for this role."""
         ...
 
     def on_message(self, client: Client, message: Message, now: float) -> list[Action]:
-        """A client said something other than Hello or Beat."""
+        """Any message of a client but Hello and Heartbeat."""
         ...
 
     def on_heartbeat(self, client: Client, now: float) -> list[Action]:
-        """A client's new list: free what is old and absent, answer what is expected."""
+        """The client's wanted set is new: free what is not in it, reply about what the client expects."""
         ...
 
     def on_client_lost(self, client: Client, now: float) -> list[Action]:
-        """A client is gone: free all that it had."""
+        """Free everything that the client had here."""
         ...
 
     def knows(self, request_id: RequestId, attempt: int) -> bool:
-        """Whether anything is held or recorded for this attempt."""
+        """Whether the role holds or remembers anything of this attempt."""
         ...
 
     def on_event(self, event: Event, now: float) -> list[Action]:
@@ -51,60 +51,81 @@ class NodeRole(Protocol):
         ...
 
     def owns(self, seq_id: int) -> bool:
-        """Whether the scheduler's sequence is this role's. It is one role's at a time."""
+        """Whether the scheduler's sequence belongs to this role. A sequence belongs to one role at a time."""
         ...
 
     def on_scheduler(self, event: SchedulerEvent, now: float) -> list[Action]:
-        """The scheduler says something of a sequence that this role owns."""
+        """The scheduler reports on a sequence of this role."""
         ...
 
     def may_start(self, spec: SequenceSpec) -> bool:
         """Whether the head of the waiting queue may begin to compute."""
         ...
 
-    def wants_layers(self, plan: StepBatch) -> bool:
-        """Whether progress within this step matters."""
+    def wants_layers(self, batch: StepBatch) -> bool:
+        """Whether the step must report its layers."""
         ...
 
-    def tick(self, now: float) -> list[Action]:
-        """Time went by."""
-        ...
+    def tick(self, now: float) -> list[Action]: ...
 
     def flush(self, now: float) -> list[Action]:
-        """After each event: what was gathered meanwhile (tokens, transfer slots)."""
+        """After each event: send what was gathered (tokens, transfer slots)."""
         ...
 
     def drain(self, now: float) -> list[Action]:
-        """Take nothing new from now on."""
+        """Accept nothing new from now on."""
         ...
 
     def preempt_all(self, now: float) -> list[Action]:
-        """The drain took too long: give back what is left."""
+        """The drain took too long: have the rest placed elsewhere."""
         ...
 
     def is_quiescent(self) -> bool:
-        """Nothing is held and nothing is recorded."""
+        """Nothing is held and nothing is remembered."""
         ...
 
     def check_invariants(self) -> None:
-        """Raises InvariantError when its tables disagree."""
+        """Raises InvariantError when the role's tables disagree."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class LocalHandover:
-    """A request whose first token was just drawn, as the prefill role gives it to the decode role of its own process.
+class RoleContext:
+    """What the roles of one node are made of, besides their own tables."""
 
-    The sequence decodes already; whoever has this object owns it.
+    self_id: Incarnation
+    name: str
+    compatibility: Compatibility
+    scheduler: Scheduler
+    timers: Timers
+    limits: Limits
+    shape: KvShape
+    clients: ClientTable
+    num_blocks: int
+    block_size: int
+    num_staging_slots: int = 0
+    """Slots of this node that one-sided transports may write into."""
+    staging_host: str = ""
+    """Prefix of the addresses of other nodes' slots that this node can write; empty: none."""
+
+
+MakeRoles = Callable[[RoleContext], Sequence[NodeRole]]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalHandover:
+    """A request whose first token was just sampled, passed from the prefill role to the decode role of one process.
+
+    The sequence decodes already; the holder of this object owns it.
     """
 
     key: TransferKey
     """Names this process twice, and generation 0: nothing is transferred."""
     worker: Incarnation
     placement_no: int
-    spec: SequenceSpec
+    sequence: SequenceSpec
     deadline: float
-    """Local time in seconds, with the grace in it."""
+    """Local time in seconds, including the grace."""
     output_token_ids: "array[int]"
     """Output ids before the first token; typecode 'I'."""
     seq_id: int
@@ -114,14 +135,19 @@ class LocalHandover:
     """Its output index."""
     cached_tokens: int
 
+    @property
+    def attempt_key(self) -> AttemptKey:
+        """What the worker knows it by."""
+        return AttemptKey(self.key.request_id, self.key.attempt)
+
 
 class LocalDecode(Protocol):
     """What a prefill role sees of the decode role of its own process."""
 
-    def take(self, computed: LocalHandover, now: float) -> list[Action]:
-        """Answer for the request from now on."""
+    def adopt(self, computed: LocalHandover, now: float) -> list[Action]:
+        """Own the request from now on."""
         ...
 
     def knows(self, request_id: RequestId, attempt: int) -> bool:
-        """Whether anything is held or recorded for this attempt."""
+        """Whether the role holds or remembers anything of this attempt."""
         ...

@@ -1,4 +1,4 @@
-"""When this process itself came late: what others are not blamed for. Pure."""
+"""Detects that this process itself slept, so that it does not blame its peers for its own silence. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,15 @@ from kvferry.common.config.protocol import Timers
 
 @dataclass(slots=True)
 class SleepDetector:
-    """Rule 9. Of the time before a late tick as much as a beat counts to the silence of others: the rest was slept.
-
-    Not nothing: who is always late would notice no silence ever.
-    """
+    """Protocol rule 9. Of the time before a late tick one heartbeat interval counts as silence of the peers, the rest
+    as sleep. Not none of it: a process whose ticks are always late would never notice a silence."""
 
     timers: Timers
     _last: float | None = None
 
     def slept_s(self, now: float) -> float:
-        """To be asked at each tick: what to move the times forward by at which others were heard before it, but not
-        beyond now, for what waited meanwhile has been taken in."""
+        """Call once per tick. Returns by how much to move forward the times at which peers were last heard, up to now:
+        messages that waited during the sleep are processed before the tick."""
         gap_s = 0.0 if self._last is None else now - self._last
         self._last = now
         if gap_s <= self.timers.late_tick_s:

@@ -4,7 +4,7 @@ Keys whose default is None are worked out where they are used (`common.config.re
 what `--print-config` and `ops/docs/configuration.md` show. Checks over several keys are in `common.config.checks`.
 """
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -14,7 +14,16 @@ from kvferry.common.config.protocol import Limits, Timers
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-DeviceName = Literal["auto", "cpu", "cuda", "npu"]
+DEVICES = {
+    "npu": "kvferry.common.device.npu",
+    "cuda": "kvferry.common.device.cuda",
+    "cpu": "kvferry.common.device.cpu",
+}
+"""Device name -> the module that defines its BACKEND (`common.device.select`); auto tries them in this order."""
+if TYPE_CHECKING:
+    DeviceName = str
+else:
+    DeviceName = Literal["auto", *sorted(DEVICES)]
 NodeKind = Literal["prefill", "decode", "colocated"]
 """What a node is started as; a colocated node has both roles of the protocol."""
 NODE_KINDS: tuple[NodeKind, ...] = ("prefill", "decode", "colocated")

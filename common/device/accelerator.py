@@ -1,4 +1,4 @@
-"""What cuda and npu have in common: memory, threads, streams, the paged layout. Names neither of them.
+"""The part of `Device` that accelerators have in common: memory, threads, streams, the paged layout. Names no device.
 
 torch.cuda and torch_npu.npu offer the same calls under the same names; `AcceleratorApi` lists those used here.
 """
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from kvferry.common.base.errors import ConfigError
-from kvferry.common.device.base import Group, KvTensorSpec, MakeGroup, Ops, Store
-from kvferry.common.device.graphs import Graphs
+from kvferry.common.device.base import Group, KvTensorSpec, MakeGroup, Store
+from kvferry.common.device.graphs import Graphs, Stream, StreamApi
+from kvferry.common.device.ops import Ops
 from kvferry.common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
-from kvferry.common.device.streams import Stream, StreamApi
 
 
 class AcceleratorApi(StreamApi[Stream], Protocol[Stream]):
-    """The calls of torch.cuda and torch_npu.npu that this project makes outside of ops."""
+    """The calls of torch.cuda and torch_npu.npu that this project makes, apart from ops."""
 
     def set_device(self, device: torch.device) -> None:
         """Bind the calling thread."""
         ...
 
     def empty_cache(self) -> None:
-        """Give memory back that was freed and kept."""
+        """Return cached free memory to the device."""
         ...
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
@@ -41,26 +41,29 @@ class AcceleratorApi(StreamApi[Stream], Protocol[Stream]):
 
 @dataclass(frozen=True, slots=True)
 class CacheRules:
-    """What a device's kernels and transports ask of the cache."""
+    """Constraints of a device's kernels and transports on the KV cache."""
 
     alignment: int
-    """Each tensor starts at a multiple of so many bytes."""
+    """Bytes; each tensor starts at a multiple of it."""
     block_size_multiple: int
     block_size_max: int
 
     def block_size(self, wanted: int, device_name: str) -> int:
-        """`wanted`, rounded up to what the attention kernels take. Raises ConfigError where there is none."""
+        """Round `wanted` up to a size that the attention kernels accept. Raises ConfigError above the largest."""
         size = -(-wanted // self.block_size_multiple) * self.block_size_multiple
         if size > self.block_size_max:
             raise ConfigError(
-                f"node.block_size {wanted} is too large for {device_name}: it takes multiples of "
+                f"node.block_size {wanted} is too large for {device_name}, which supports multiples of "
                 f"{self.block_size_multiple} up to {self.block_size_max}"
             )
         return size
 
 
 class Accelerator(Generic[Stream]):
-    """Implements `kvferry.common.device.base.Device` over an `AcceleratorApi`. The constructor touches no device."""
+    """Implements `kvferry.common.device.base.Device` over an `AcceleratorApi`. The constructor makes no device call."""
+
+    shares_host_memory = False
+    default_steps_in_flight = 2
 
     def __init__(
         self,
@@ -82,19 +85,17 @@ class Accelerator(Generic[Stream]):
         self._make_graphs = make_graphs
 
     def activate_thread(self) -> None:
-        """Bind the calling thread; the runtimes keep the current device per thread, and a new thread has device 0."""
+        # The runtimes keep the current device per thread; a new thread starts with device 0.
         self._api.set_device(self.torch_device)
 
     def group(self, store: Store, rank: int, size: int, timeout: timedelta) -> Group:
-        """By the device's own library. Its ranks are bound to a device each."""
         return self._make_group(store, rank, size, timeout)
 
     def graphs(self) -> Graphs | None:
-        """A new recorder."""
         return self._make_graphs()
 
     def memory_info(self) -> tuple[int, int]:
-        """(free, total) bytes of this device, after the allocator has given back what it does not use."""
+        """(free, total) bytes of this device, after the allocator has returned its cached memory."""
         self._api.empty_cache()
         return self._api.mem_get_info(self.torch_device)
 
@@ -105,28 +106,26 @@ class Accelerator(Generic[Stream]):
         return allocate_paged(specs, num_blocks, block_size, self.torch_device, self._rules.alignment)
 
     def read_blocks(self, cache: Tensor, block_ids: Tensor) -> Tensor:
-        """[len(block_ids), block_size, *shape_per_token] on this device, in the order of the calling thread's work."""
+        """[len(block_ids), block_size, *shape_per_token] on this device, in the calling thread's stream order."""
         return read_paged_blocks(cache, block_ids)
 
     def write_tokens(self, cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
-        """Put tokens [n, *shape_per_token] at `slots` [n]; host tensors are copied over first."""
+        """Write tokens [n, *shape_per_token] at `slots` [n]; host tensors are copied to the device first."""
         write_paged_tokens(cache, slots, tokens)
 
     def supported_block_size(self, wanted: int) -> int:
-        """`wanted`, rounded up to what the attention kernels take. Raises ConfigError where there is none."""
+        """Round `wanted` up to a size that the attention kernels accept. Raises ConfigError above the largest."""
         return self._rules.block_size(wanted, self.name)
 
     def pinned_empty(self, num_bytes: int) -> Tensor:
-        """A page-locked uint8 buffer on the host."""
+        """A page-locked uint8 host buffer."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self) -> None:
-        """Wait for the calling thread's stream."""
         self._api.current_stream(self.torch_device).synchronize()
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        """Copies given inside run beside the compute; on leaving they are done."""
         with self._api.stream(self._side_stream):
             yield
             self._side_stream.synchronize()

@@ -1,10 +1,10 @@
 """Paged attention of ragged batches on a CPU, in plain torch. Knows the layout [num_blocks, kv_heads, block_size, D].
 
-What depends on the batch alone (indices, masks, grouping) is worked out once a step in an `AttentionPlan` and used by
-every layer of the same window. Sequences with one new token are gathered together by similar length; a longer chunk
-goes alone, in blocks of rows so that little is computed above the diagonal. With a sliding window, lengths and indices
-count from the first block that is seen at all. Latent attention is the case of one head whose key is latent and rotary
-key end to end and whose value is the latent.
+Everything that depends on the batch alone (indices, masks, grouping) is computed once per step as a `BatchLayout` and
+shared by all layers with the same window. Sequences with one new token are grouped by similar length; a longer chunk
+is computed alone, in blocks of rows so that little is computed above the diagonal. With a sliding window, lengths and
+indices count from the first visible block. Latent attention is the case of one head whose key is the latent and the
+rotary key concatenated and whose value is the latent.
 """
 
 import math
@@ -16,36 +16,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.ops import AttentionMetadata
 
 _GROUP_RATIO = 0.5
-"""A decode group's shortest sequence has at least this share of its longest one's tokens: bounds the padding."""
+"""Lower bound of shortest / longest sequence within a decode group: limits the padding."""
 _GROUP_TOKENS = 1 << 16
-"""Padded tokens gathered at once; bounds the temporary memory of a layer."""
+"""Padded tokens per gather; limits the temporary memory of a layer."""
 SDPA_ROWS = 256
-"""Rows of a prefill block: for torch's flash kernel, which float32 takes, and for plain matmuls, which others take."""
+"""Rows of a prefill block for torch's flash kernel (float32); BMM_ROWS is for plain matmuls (other dtypes)."""
 BMM_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Sequences of one new token each; n of them, padded to `length` keys."""
+    """n sequences with one new token each, padded to `length` keys."""
 
     rows: Tensor
     """[n] token rows of the step."""
     row_list: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    """For each, the keys [start, end) that it sees."""
+    """The visible keys [start, end) of each sequence."""
     length: int
     gather: Tensor
-    """[n * kv_heads * blocks] rows of the cache seen as [num_blocks * kv_heads, block_size * D]."""
+    """[n * kv_heads * blocks] rows of the cache viewed as [num_blocks * kv_heads, block_size * D]."""
     mask: Tensor | None
-    """[n, 1, 1, length] float32, 0 or -inf; None when all keys are seen by all."""
+    """[n, 1, 1, length] float32, 0 or -inf; None if every sequence sees all keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """One sequence of several new tokens, at the end of `length` keys."""
+    """One sequence with several new tokens, the last of `length` keys."""
 
     start: int
     end: int
@@ -53,24 +53,24 @@ class PrefillChunk:
     gather: Tensor
     """[kv_heads * blocks], as in DecodeGroup."""
     mask: Tensor
-    """[rows of a block, length] float32: the causal triangle, or the window's band, at the right end. A block of r rows
-    and e keys uses its last r rows and last e columns."""
+    """[rows of a block, length] float32: the causal triangle, or the window's band, right-aligned. A block with r rows
+    and e keys uses the last r rows and the last e columns."""
     window: int
     """0: none."""
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """A step's batch, laid out for `attend`."""
+class BatchLayout:
+    """A step's batch as `attend` reads it."""
 
     groups: tuple[DecodeGroup, ...]
     chunks: tuple[PrefillChunk, ...]
     all_decode: bool
-    """One group that covers the step's rows in order: no row has to be picked."""
+    """One group covers the step's rows in order, so no rows need to be selected."""
 
 
-def make_plan(meta: AttentionMetadata, kv_heads: int, rows: int, window: int = 0) -> AttentionPlan:
-    """Everything about `meta` that does not depend on the layer. `rows`: most rows of a prefill block."""
+def lay_out(meta: AttentionMetadata, kv_heads: int, rows: int, window: int = 0) -> BatchLayout:
+    """Everything derived from `meta` that no layer changes. `rows`: maximum rows of a prefill block."""
     tables = meta.block_tables.long()
     singles, chunks = [], []
     for index, (start, end) in enumerate(pairwise(meta.query_start_loc)):
@@ -78,48 +78,48 @@ def make_plan(meta: AttentionMetadata, kv_heads: int, rows: int, window: int = 0
             first = _first_block(meta.seq_lens[index], 1, window, meta.block_size)
             singles.append(_Single(meta.seq_lens[index] - first * meta.block_size, first, index, start))
         elif end > start:
-            chunks.append(_plan_chunk(start, end, index, tables, meta, kv_heads, min(rows, end - start), window))
-    groups = tuple(_plan_group(group, tables, meta.block_size, kv_heads, window) for group in _split_by_length(singles))
+            chunks.append(_chunk(start, end, index, tables, meta, kv_heads, min(rows, end - start), window))
+    groups = tuple(_group(group, tables, meta.block_size, kv_heads, window) for group in _split_by_length(singles))
     in_order = len(groups) == 1 and not chunks and groups[0].row_list == tuple(range(len(singles)))
-    return AttentionPlan(groups, tuple(chunks), in_order)
+    return BatchLayout(groups, tuple(chunks), in_order)
 
 
 def write_rows(meta: AttentionMetadata, kv_heads: int) -> Tensor:
-    """[T * kv_heads]: where this step's tokens go in a cache seen as [num_blocks * kv_heads * block_size, D]."""
+    """[T * kv_heads] rows of this step's tokens in a cache viewed as [num_blocks * kv_heads * block_size, D]."""
     blocks, offsets = meta.slot_mapping // meta.block_size, meta.slot_mapping % meta.block_size
     return ((blocks[:, None] * kv_heads + torch.arange(kv_heads)) * meta.block_size + offsets[:, None]).reshape(-1)
 
 
 def write(rows: Tensor, cache: Tensor, tokens: Tensor) -> None:
-    """Put tokens [T, kv_heads, D] into one cache tensor at `write_rows`."""
+    """Write tokens [T, kv_heads, D] into one cache tensor at `write_rows`."""
     cache.view(-1, cache.shape[-1]).index_copy_(0, rows, tokens.reshape(-1, cache.shape[-1]))
 
 
 def attend(
-    plan: AttentionPlan,
+    layout: BatchLayout,
     query: Tensor,
     cache: tuple[Tensor, Tensor],
     scale: float,
     compute_dtype: torch.dtype,
     latent: bool = False,
 ) -> Tensor:
-    """query [T, H, D] -> [T, H * V] of the query's dtype; matmuls in `compute_dtype`, softmax in float32.
+    """query [T, H, D] -> [T, H * V] in the query's dtype; matmuls in `compute_dtype`, softmax in float32.
 
-    `cache` is keys and values, or with `latent` the latents and the rotary keys, of one head each.
+    `cache`: keys and values; with `latent`, the latents and the rotary keys, one head each.
     """
     read = _Reader(cache, compute_dtype, latent)
-    if plan.all_decode:
-        return _attend_group(plan.groups[0], query, read, scale).to(query.dtype).flatten(1)
+    if layout.all_decode:
+        return _attend_group(layout.groups[0], query, read, scale).to(query.dtype).flatten(1)
     out = query.new_empty(*query.shape[:2], read.value_size)
-    for group in plan.groups:
+    for group in layout.groups:
         out[group.rows] = _attend_group(group, query[group.rows], read, scale).to(out.dtype)
-    for chunk in plan.chunks:
+    for chunk in layout.chunks:
         _attend_chunk(chunk, query[chunk.start : chunk.end], read, scale, out[chunk.start : chunk.end])
     return out.flatten(1)
 
 
 class _Single(NamedTuple):
-    """A sequence with one new token. Ordered by its length, counted from the first block that it sees."""
+    """A sequence with one new token, ordered by its length counted from its first visible block."""
 
     length: int
     first_block: int
@@ -128,12 +128,12 @@ class _Single(NamedTuple):
 
 
 def _first_block(length: int, new: int, window: int, block_size: int) -> int:
-    """The block of the oldest position that any of the `new` last ones sees."""
+    """The block of the oldest position visible to any of the last `new` positions."""
     return max(length - new + 1 - window, 0) // block_size if window else 0
 
 
 def _split_by_length(singles: list[_Single]) -> list[list[_Single]]:
-    """Groups of similar length; each group in the order of its rows."""
+    """Groups of similar length, each sorted by row."""
     groups: list[list[_Single]] = []
     longest = 0
     for single in sorted(singles, reverse=True):
@@ -145,11 +145,11 @@ def _split_by_length(singles: list[_Single]) -> list[list[_Single]]:
     return [sorted(group, key=lambda single: single.row) for group in groups]
 
 
-def _plan_group(members: list[_Single], tables: Tensor, block_size: int, kv_heads: int, window: int) -> DecodeGroup:
+def _group(members: list[_Single], tables: Tensor, block_size: int, kv_heads: int, window: int) -> DecodeGroup:
     longest = max(member.length for member in members)
     firsts = torch.tensor([member.first_block for member in members])
     columns = firsts[:, None] + torch.arange(-(-longest // block_size))
-    # Shorter ones have blocks of nobody behind their own; what is read there is masked.
+    # Shorter sequences are padded with arbitrary blocks; the mask hides their contents.
     own = tables[torch.tensor([member.sequence for member in members])].gather(
         1, columns.clamp_(max=tables.shape[1] - 1)
     )
@@ -164,7 +164,7 @@ def _plan_group(members: list[_Single], tables: Tensor, block_size: int, kv_head
     return DecodeGroup(torch.tensor(row_list), row_list, spans, longest, gather, mask)
 
 
-def _plan_chunk(
+def _chunk(
     start: int, end: int, index: int, tables: Tensor, meta: AttentionMetadata, kv_heads: int, rows: int, window: int
 ) -> PrefillChunk:
     last = -(-meta.seq_lens[index] // meta.block_size)
@@ -178,19 +178,19 @@ def _plan_chunk(
 
 
 class _Reader:
-    """Keys and values by rows of the cache, as they are attended to."""
+    """Gathers keys and values from the cache by row."""
 
     def __init__(self, cache: tuple[Tensor, Tensor], dtype: torch.dtype, latent: bool) -> None:
         self._cache = cache
         self._latent = latent
         self.dtype = dtype
         self.flash = dtype == torch.float32 and not latent
-        """Whether torch's flash kernel is the fastest: it wants keys and values of one size."""
+        """Whether torch's flash kernel is the fastest path; it requires keys and values of equal size."""
         self.kv_heads = cache[0].shape[1]
         self.value_size = cache[0 if latent else 1].shape[-1]
 
     def __call__(self, rows: Tensor, sequences: int, length: int) -> tuple[Tensor, Tensor]:
-        """[sequences, kv_heads, length, D] and [.., V], from whole blocks of one head each."""
+        """[sequences, kv_heads, length, D] and [..., V], read in whole blocks of one head."""
         first, second = (self._gather(tensor, rows, sequences)[:, :, :length] for tensor in self._cache)
         return (torch.cat((first, second), -1), first) if self._latent else (first, second)
 
@@ -204,7 +204,7 @@ def _attend_group(group: DecodeGroup, query: Tensor, read: _Reader, scale: float
     """query [n, H, D] -> [n, H, V] in the reader's dtype."""
     count, heads, size = query.shape
     keys, values = read(group.gather, count, group.length)
-    # The query heads of one kv head are the rows of one matmul: keys are read once for all of them.
+    # The query heads of one kv head form the rows of one matmul, so keys are read once per kv head.
     folded = (query.to(read.dtype) * scale).view(count, read.kv_heads, heads // read.kv_heads, size)
     scores = torch.matmul(folded, keys.transpose(2, 3)).float()
     if group.mask is not None:
@@ -216,10 +216,10 @@ def _attend_group(group: DecodeGroup, query: Tensor, read: _Reader, scale: float
 
 
 def _attend_apart(group: DecodeGroup, folded: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> Tensor:
-    """The same, each sequence over exactly its own keys.
+    """As `_attend_group`, each sequence over exactly its own keys.
 
-    Padding reads slots that belong to nobody or to others. Their weight is zero, but zero times a not-a-number left
-    there by a sequence that failed is not zero; then nothing padded may be read.
+    Padding reads slots of free blocks or of other sequences. Their weight is zero, but zero times a NaN that a failed
+    sequence left there is NaN; in that case no padding may be read.
     """
     for row, (start, end) in enumerate(group.spans):
         scores = torch.matmul(folded[row], keys[row, :, start:end].transpose(1, 2)).float()
@@ -229,7 +229,7 @@ def _attend_apart(group: DecodeGroup, folded: Tensor, keys: Tensor, values: Tens
 
 
 def _attend_chunk(chunk: PrefillChunk, query: Tensor, read: _Reader, scale: float, out: Tensor) -> None:
-    """query [n, H, D] into out [n, H, V]; row block by row block, each over the keys up to its own end."""
+    """query [n, H, D] into out [n, H, V], in blocks of rows, each over the keys up to its last row."""
     keys, values = (tensor[0] for tensor in read(chunk.gather, 1, chunk.length))
     new, rows = query.shape[0], chunk.mask.shape[0]
     wide = query.to(read.dtype).transpose(0, 1)
@@ -247,7 +247,7 @@ def _attend_chunk(chunk: PrefillChunk, query: Tensor, read: _Reader, scale: floa
 
 
 def _sdpa_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [H, r, D], keys and values [K, e, D], mask [r, e] -> [H, r, D]. Torch's flash kernel: best in float32."""
+    """query [H, r, D], keys and values [K, e, D], mask [r, e] -> [H, r, D] by torch's flash kernel, best in float32."""
     attended = functional.scaled_dot_product_attention(
         query[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
     )
@@ -255,9 +255,9 @@ def _sdpa_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale
 
 
 def _bmm_block(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, masked: int) -> Tensor:
-    """The same with plain matmuls, twice as fast as the flash kernel where bfloat16 has instructions of its own.
+    """As `_sdpa_block` with plain matmuls: twice as fast as the flash kernel on CPUs with bfloat16 instructions.
 
-    Only the last `masked` columns of the mask say anything.
+    Only the last `masked` columns of the mask have non-zero entries.
     """
     heads, rows, size = query.shape
     kv_heads, seen, _ = keys.shape

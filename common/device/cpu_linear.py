@@ -1,9 +1,9 @@
-"""Weights packed for the fastest matmul a CPU has. Private torch ops are used behind a probe, never trusted blindly.
+"""Weights packed for torch's fastest CPU matmul. Uses private torch ops, each behind a probe that checks its result.
 
 oneDNN's packed layout is 1.3 to 3 times faster than `F.linear` for the small token counts of decoding. bfloat16 matmuls
-need AVX-512 or AMX; without them torch takes a scalar path that is up to ten times slower than float32, so there the
-weight is packed as float32 and only the activations are converted: the sums are the same float32 sums, the memory of
-the weights is twice the checkpoint's.
+need AVX-512 or AMX; without them torch takes a scalar path that is up to ten times slower than float32. There the
+weight is packed as float32 and only the activations are converted: the sums are the same float32 sums, and the weights
+take twice the checkpoint's memory.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.common.device.base import Linear, PerHead
+from kvferry.common.device.ops import Linear, PerHead
 
 _PROBE_SHAPE = (8, 32, 16)
 _PROBE_TOLERANCE = 0.02
 
 
 def native_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this machine with instructions made for it."""
+    """Whether oneDNN has bfloat16 instructions for matmuls on this machine."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
@@ -28,9 +28,9 @@ def native_bfloat16() -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Linear:
-    """The best of: packed in its own dtype, packed as float32, plain. weight [out, in], bias [out] or None.
+    """Pack weight [out, in] with bias [out]: in its own dtype, else as float32, else leave it plain.
 
-    The returned callable takes x [tokens, in] of the weight's dtype and gives [tokens, out] of the same dtype.
+    The result maps x [tokens, in] to [tokens, out], both in the weight's dtype.
     """
     if packing_works(weight.dtype):
         return _packed(weight, bias)
@@ -40,20 +40,20 @@ def pack(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def packed_itemsize(dtype: torch.dtype) -> int:
-    """Bytes that a value of a weight takes in what `pack` makes of it."""
+    """Bytes per weight value after `pack`."""
     widened = not packing_works(dtype) and packing_works(torch.float32)
     return torch.float32.itemsize if widened else dtype.itemsize
 
 
 def per_head(weight: Tensor) -> PerHead:
-    """weight [heads, in, out]; multiplies in the weight's dtype, gives [tokens, heads, out] of the input's."""
+    """weight [heads, in, out]; multiplies in the weight's dtype, returns [tokens, heads, out] in the input's."""
     weight = weight.contiguous()
     return lambda x: torch.bmm(x.transpose(0, 1).to(weight.dtype), weight).transpose(0, 1).to(x.dtype)
 
 
 @cache
 def packing_works(dtype: torch.dtype) -> bool:
-    """Packs a small matrix and compares with `F.linear`; False when the ops are missing, refuse, or are wrong."""
+    """Pack a small matrix and compare with `F.linear`; False if the ops are missing, fail, or return wrong values."""
     rows, columns, tokens = _PROBE_SHAPE
     weight = torch.linspace(-1.0, 1.0, rows * columns).view(rows, columns).to(dtype)
     x = torch.linspace(1.0, -0.5, tokens * columns).view(tokens, columns).to(dtype)

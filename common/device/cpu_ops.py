@@ -1,6 +1,6 @@
-"""The ops of a model step on a CPU: packed linears, and attention that reads whole blocks per kv head.
+"""The op table of the CPU in plain torch: packed linears, and attention that reads whole blocks per kv head.
 
-Holds no state but the layout of the step at hand, which every layer of that step shares.
+The only state is the layout of the current step, shared by all its layers.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.common.device import cpu_attention, cpu_linear, quantized_linear
-from kvferry.common.device.base import (
+from kvferry.common.device import cpu_attention, cpu_linear
+from kvferry.common.device.fallbacks import LoopedExperts, pack_quantized
+from kvferry.common.device.ops import (
     AttentionMetadata,
     Experts,
     FusedLayers,
@@ -20,45 +21,41 @@ from kvferry.common.device.base import (
     PackedForm,
     PerHead,
 )
-from kvferry.common.device.experts import LoopedExperts
 from kvferry.common.device.quantize import WeightScheme
 
 _LATENT_SCORES = 1 << 12
-"""Rows times heads of a latent prefill block: every head reads the same keys, so that one matmul has all of them."""
+"""Rows times heads of a latent prefill block. All heads read the same keys, so one matmul covers them."""
 
 
 class CpuOps:
-    """Implements `common.device.base.Ops` for the layouts of `CpuDevice`: [num_blocks, kv_heads, block_size, head_dim],
-    and [num_blocks, block_size, size] for latents."""
+    """Implements `kvferry.common.device.ops.Ops` for the layouts of `CpuDevice`: [num_blocks, kv_heads, block_size,
+    head_dim], and [num_blocks, block_size, size] for latents."""
 
     def __init__(self) -> None:
         self._step: _Step | None = None
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
-        """Pack a [out, in] weight once; the caller may drop the original."""
-        return cpu_linear.pack(weight, bias) if scheme is None else quantized_linear.pack(weight, bias, scheme)
+        """Pack a [out, in] weight once; the caller may free the original."""
+        return cpu_linear.pack(weight, bias) if scheme is None else pack_quantized(weight, bias, scheme)
 
     def packed_form(self) -> PackedForm | None:
-        """The library's own, which is opaque."""
-        return None
+        return None  # oneDNN's layout is opaque
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
-        """float32 where the CPU multiplies bfloat16 in that."""
+        """float32's size if the CPU multiplies bfloat16 weights as float32."""
         return cpu_linear.packed_itemsize(dtype)
 
     def pack_per_head(self, weight: Tensor) -> PerHead:
-        """weight [heads, in, out]; kept in the dtype that is multiplied in."""
+        """weight [heads, in, out]; kept in the compute dtype."""
         return cpu_linear.per_head(weight.to(_compute_dtype(weight.dtype)))
 
     def pack_experts(
         self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], scheme: WeightScheme | None = None
     ) -> Experts:
-        """One packed linear for each half of an expert."""
         gate_up, down = ([self.pack_linear(weight, None, scheme) for weight in half] for half in (gate_ups, downs))
         return LoopedExperts(gate_up, down, self.silu_mul)
 
     def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
-        """One op after the other is what there is."""
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,7 +63,7 @@ class CpuOps:
         return functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); the sum takes the memory of `residual`."""
+        """(norm(x + residual), x + residual); the sum overwrites `residual`."""
         residual += x
         return functional.rms_norm(residual, (residual.shape[-1],), weight, eps), residual
 
@@ -97,8 +94,8 @@ class CpuOps:
         """Causal paged attention over each sequence's cache. query [T, H, D] -> [T, H * D]."""
         dtype = _compute_dtype(cache[0].dtype)
         rows = cpu_attention.SDPA_ROWS if dtype == torch.float32 else cpu_attention.BMM_ROWS
-        plan = self._step_of(meta, cache[0].shape[1]).plan(rows, window)
-        return cpu_attention.attend(plan, query, cache, scale, dtype)
+        layout = self._step_of(meta, cache[0].shape[1]).layout(rows, window)
+        return cpu_attention.attend(layout, query, cache, scale, dtype)
 
     def latent_write(
         self, latent: Tensor, rope_key: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata
@@ -111,13 +108,13 @@ class CpuOps:
     ) -> Tensor:
         """query [T, H, R + P] over latents and rotary keys -> [T, H, R]."""
         heads = query.shape[1]
-        plan = self._step_of(meta, 1).plan(min(cpu_attention.BMM_ROWS, max(_LATENT_SCORES // heads, 1)), 0)
+        layout = self._step_of(meta, 1).layout(min(cpu_attention.BMM_ROWS, max(_LATENT_SCORES // heads, 1)), 0)
         as_heads = cache[0].unsqueeze(1), cache[1].unsqueeze(1)
         dtype = _compute_dtype(cache[0].dtype)
-        return cpu_attention.attend(plan, query, as_heads, scale, dtype, latent=True).view(len(query), heads, -1)
+        return cpu_attention.attend(layout, query, as_heads, scale, dtype, latent=True).view(len(query), heads, -1)
 
     def _step_of(self, meta: AttentionMetadata, kv_heads: int) -> "_Step":
-        """What the layers of this step share, made by the first. Two threads at once only lose the sharing."""
+        # Made by the step's first layer. Two threads that alternate here rebuild it for each call: slower, not wrong.
         step = self._step
         if step is None or step.meta is not meta or step.kv_heads != kv_heads:
             self._step = step = _Step(meta, kv_heads)
@@ -125,28 +122,28 @@ class CpuOps:
 
 
 class _Step:
-    """The layout of one step: where its tokens are written, and a plan for each window that a layer asks for."""
+    """The layout of one step: the rows its tokens are written to, and a `BatchLayout` per window."""
 
     def __init__(self, meta: AttentionMetadata, kv_heads: int) -> None:
         self.meta = meta
         self.kv_heads = kv_heads
         self.rows = cpu_attention.write_rows(meta, kv_heads)
-        self._plans: dict[tuple[int, int], cpu_attention.AttentionPlan] = {}
+        self._layouts: dict[tuple[int, int], cpu_attention.BatchLayout] = {}
 
-    def plan(self, rows: int, window: int) -> cpu_attention.AttentionPlan:
-        """`rows`: most rows of a prefill block."""
-        if (rows, window) not in self._plans:
-            self._plans[rows, window] = cpu_attention.make_plan(self.meta, self.kv_heads, rows, window)
-        return self._plans[rows, window]
+    def layout(self, rows: int, window: int) -> cpu_attention.BatchLayout:
+        """`rows`: maximum rows of a prefill block."""
+        if (rows, window) not in self._layouts:
+            self._layouts[rows, window] = cpu_attention.lay_out(self.meta, self.kv_heads, rows, window)
+        return self._layouts[rows, window]
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Matmuls in bfloat16 only where the CPU has instructions for it."""
+    """bfloat16 only if the CPU has instructions for it, else float32."""
     return dtype if dtype == torch.bfloat16 and cpu_linear.native_bfloat16() else torch.float32
 
 
 def _joined(query: Tensor, key: Tensor) -> Tensor | None:
-    """[T, H + K, D] when key lies right behind query in one merged projection; halves the number of small ops."""
+    """[T, H + K, D] if key directly follows query in one merged projection; halves the number of small ops."""
     tokens, heads, size = query.shape
     adjacent = (
         query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr()

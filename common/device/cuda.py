@@ -1,6 +1,6 @@
-"""An NVIDIA GPU: PyTorch's own ops on the paged layout. torch.cuda is touched when asked, never at import.
+"""An NVIDIA GPU: PyTorch's own ops on the paged layout. Calls torch.cuda on demand, never at import.
 
-Not run by the tests of this project, which have no GPU; what it is made of (`Accelerator`, `TorchOps`) is.
+The test suite has no GPU and does not run this module; it runs its parts (`Accelerator`, `TorchOps`).
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ import torch
 
 from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.accelerator import Accelerator, CacheRules
-from kvferry.common.device.base import Device, DeviceProbe, Group, Store
+from kvferry.common.device.base import Backend, Device, DeviceProbe, Group, Store
 from kvferry.common.device.graphs import AcceleratorGraphs, Step
 from kvferry.common.device.torch_ops import TorchOps
 
 _RULES = CacheRules(alignment=512, block_size_multiple=16, block_size_max=1024)
-"""The ops are plain tensor code, so these are choices: the allocator's granularity, and blocks worth a gather."""
+"""The ops are plain tensor code and set no limits; chosen: the allocator's granularity, and blocks worth a gather."""
 
 _GRAPHS_MOST_TOKENS = 1 << 17
-"""Attention reads all that the block tables cover; beyond this that takes longer than to start a step's kernels."""
+"""Attention reads everything that the block tables cover; beyond this it takes longer than launching the kernels."""
 
 
 def probe_cuda() -> DeviceProbe:
-    """Whether a GPU can be used here. Never raises."""
+    """Whether a GPU can be used here; never raises."""
     if torch.version.cuda is None and torch.version.hip is None:
         return DeviceProbe("cuda", False, f"torch {torch.__version__} is built without CUDA")
     try:
@@ -35,7 +35,7 @@ def probe_cuda() -> DeviceProbe:
 
 
 def open_cuda(index: int = 0) -> Device:
-    """Bind the calling thread to GPU `index`. Raises DeviceUnavailableError saying what is missing."""
+    """Bind the calling thread to GPU `index`. Raises DeviceUnavailableError naming what is missing."""
     probe = probe_cuda()
     if index >= probe.count:
         reason = f"only {probe.count} visible ({probe.detail})" if probe.count else probe.detail
@@ -52,30 +52,32 @@ def open_cuda(index: int = 0) -> Device:
     return Accelerator(device, TorchOps(), torch.cuda, _RULES, _stream(device), _nccl, make_graphs)
 
 
+BACKEND = Backend(probe_cuda, lambda threads, index: open_cuda(index), device_files=("nvidia[0-9]*", "kfd"))
+
+
 def _stream(device: torch.device) -> torch.cuda.Stream:
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
 class _CudaGraph:
-    """Implements `kvferry.common.device.graphs.Graph`. No kernel takes lengths from the host."""
+    """Implements `kvferry.common.device.graphs.Graph`. Ignores `lengths`: no kernel takes them from the host."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
 
     def replay(self, lengths: Sequence[int]) -> None:
-        """As recorded."""
         self._graph.replay()
 
 
 class _Recorder:
-    """Its `record` is a `kvferry.common.device.graphs.Record`."""
+    """`record` implements `kvferry.common.device.graphs.Record`; one memory pool for all its graphs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, step: Step, stream: torch.cuda.Stream) -> _CudaGraph:
-        """Threads that move KV use the device as well; what they do shall not break the recording."""
+        # thread_local: threads that transfer KV use the device too; their calls must not break the recording.
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             step()
@@ -83,8 +85,8 @@ class _Recorder:
 
 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Group:
-    from torch.distributed import ProcessGroupNCCL  # not at the top: builds without CUDA do not have it
+    from torch.distributed import ProcessGroupNCCL  # not at the top: builds without CUDA lack it
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast(Group, ProcessGroupNCCL(store, rank, size, options))  # its stubs lack what groups do
+    return cast(Group, ProcessGroupNCCL(store, rank, size, options))  # the stubs lack the group's methods

@@ -1,7 +1,7 @@
-"""An Ascend NPU: detection that never raises, and opening one. The only importer of torch_npu, and only when asked.
+"""An Ascend NPU: detection that never raises, and opening. The only module that imports torch_npu, and only on demand.
 
-Layout: [num_blocks, block_size, kv_heads, head_dim], keys and values apart, blocks of 128 tokens, one allocation a
-layer, 2 MiB aligned (what the device-to-device transports register). The device is bound per thread.
+Layout: [num_blocks, block_size, kv_heads, head_dim], keys and values separate, blocks of 128 tokens, one allocation
+per layer, aligned to 2 MiB as device-to-device transports require for registration. The device is bound per thread.
 """
 
 import ctypes
@@ -14,42 +14,38 @@ import torch
 
 from kvferry.common.base.errors import DeviceUnavailableError
 from kvferry.common.device.accelerator import Accelerator, CacheRules
-from kvferry.common.device.base import Device, DeviceProbe, Group, Store
+from kvferry.common.device.base import Backend, Device, DeviceProbe, Group, Store
 from kvferry.common.device.graphs import AcceleratorGraphs, Graphs
 from kvferry.common.device.npu_graphs import NpuRecorder
-from kvferry.common.device.npu_ops import (
-    NpuOps,
-    causal_mask,
-    npu_features,
-)
+from kvferry.common.device.npu_ops import NpuOps, causal_mask, npu_features
 
 _RULES = CacheRules(alignment=2 << 20, block_size_multiple=128, block_size_max=512)
 _GRAPHS_MOST_TOKENS = 1 << 20
-"""The attention kernel reads what there is, whatever the block tables cover."""
+"""The attention kernel reads only the actual lengths, however much the block tables cover."""
 _RUNTIME_LIBRARY = "libascendcl.so"
 
 
 def probe_npu() -> DeviceProbe:
-    """Whether an NPU can be used here, else the first thing that is missing. Never raises, starts no process."""
+    """Whether an NPU can be used here, else the first missing prerequisite. Never raises, starts no process."""
     if importlib.util.find_spec("torch_npu") is None:
         return _missing("torch-npu is not installed: pip install -e '.[npu]' in kvferry's directory")
     try:
         ctypes.CDLL(_RUNTIME_LIBRARY)
     except OSError as error:
-        return _missing(f"CANN cannot be loaded ({error}): source its set_env.sh before the start")
+        return _missing(f"CANN cannot be loaded ({error}): source its set_env.sh before starting kvferry")
     try:
         torch_npu = _import_torch_npu()
         count = int(torch_npu.npu.device_count())
         detail = str(torch_npu.npu.get_device_name(0)) if count else _none_visible()
-    except Exception as error:  # noqa: BLE001  a broken installation raises whatever it likes; a probe must not
+    except Exception as error:  # noqa: BLE001  a broken installation may raise anything; a probe must not
         return _missing(f"torch_npu cannot be used: {_first_line(error)}")
     return DeviceProbe("npu", count > 0, detail, count)
 
 
 def open_npu(index: int = 0) -> Device:
-    """Bind the calling thread to NPU `index` and make the ops. Raises DeviceUnavailableError saying what is missing.
+    """Bind the calling thread to NPU `index` and make the ops. Raises DeviceUnavailableError naming what is missing.
 
-    Must run in the process that will serve: a runtime once started does not survive a fork.
+    Must run in the process that serves: the runtime does not survive a fork.
     """
     probe = probe_npu()
     if index >= probe.count:
@@ -58,8 +54,11 @@ def open_npu(index: int = 0) -> Device:
     try:
         return _open(index)
     except RuntimeError as error:
-        # The first work on a device: a broken driver, or another process that has it to itself, shows here.
+        # The first call to the device: a broken driver, or exclusive use by another process, shows here.
         raise DeviceUnavailableError(f"device npu:{index} cannot be opened: {_first_line(error)}") from error
+
+
+BACKEND = Backend(probe_npu, lambda threads, index: open_npu(index), device_files=("davinci[0-9]*",))
 
 
 def _open(index: int) -> Device:

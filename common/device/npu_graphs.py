@@ -1,27 +1,26 @@
-"""Recording steps on an Ascend NPU. Does not import torch_npu: the module is handed in.
+"""Recording steps on an Ascend NPU. Does not import torch_npu: the module is passed in.
 
-The attention kernel takes the sequences' lengths from the host, so a recorded call of it would have those of the
-recording for ever. torch_npu's own recording mode (`auto_dispatch_capture`) keeps such calls apart, and `update` gives
-them other lengths. Checked against the real module by `tests/npu`; never run on an NPU.
+The attention kernel takes the sequence lengths from the host, so a recorded call would keep the lengths of the
+recording. torch_npu's own recording mode (`auto_dispatch_capture`) tracks such calls, and `update` sets new lengths.
+Checked against the real module by `tests/npu`; never run on an NPU.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from kvferry.common.device.graphs import Step
-from kvferry.common.device.streams import DeviceStream
+from kvferry.common.device.graphs import DeviceStream, Step
 
 
 class NpuGraphHandle(Protocol):
     """The part of torch_npu.npu.NPUGraph that is called."""
 
     def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
-        """One dictionary for all kept calls: names of arguments, and what they are from now on."""
+        """Set arguments of all tracked calls: one dictionary from argument names to new values."""
         ...
 
     def replay(self) -> None:
-        """Start the recorded work."""
+        """Enqueue the recorded work."""
         ...
 
 
@@ -29,19 +28,19 @@ class NpuGraphApi(Protocol):
     """The part of torch_npu.npu that is called."""
 
     @property
-    def NPUGraph(self) -> Callable[[], NpuGraphHandle]:  # noqa: N802  its name there
-        """Makes an empty one."""
+    def NPUGraph(self) -> Callable[[], NpuGraphHandle]:  # noqa: N802  torch_npu's name
+        """Makes an empty graph."""
         ...
 
     def graph_pool_handle(self) -> object:
-        """Names memory that no graph has used yet."""
+        """A handle to a new memory pool."""
         ...
 
     def graph(
         self, npu_graph: NpuGraphHandle, pool: object, stream: DeviceStream, auto_dispatch_capture: bool,
         capture_error_mode: str,
     ) -> AbstractContextManager[object]:  # fmt: skip
-        """Work given inside is recorded."""
+        """Work enqueued inside is recorded."""
         ...
 
 
@@ -52,20 +51,20 @@ class NpuGraph:
         self._handle = handle
 
     def replay(self, lengths: Sequence[int]) -> None:
-        """The recorded work waits for each kept call to be updated, so that comes first: it may fail."""
+        # Update first, since it may fail: the recorded work waits until every tracked call has been updated.
         self._handle.update(cpu_update_input=[{"actual_seq_lengths_kv": list(lengths)}])
         self._handle.replay()
 
 
 class NpuRecorder:
-    """Its `record` is a `kvferry.common.device.graphs.Record`."""
+    """`record` implements `kvferry.common.device.graphs.Record`; one memory pool for all its graphs."""
 
     def __init__(self, npu: NpuGraphApi) -> None:
         self._npu = npu
         self._pool = npu.graph_pool_handle()
 
     def record(self, step: Step, stream: DeviceStream) -> NpuGraph:
-        """Threads that move KV use the device as well; what they do shall not break the recording."""
+        # thread_local: threads that transfer KV use the device too; their calls must not break the recording.
         handle = self._npu.NPUGraph()
         with self._npu.graph(
             handle, pool=self._pool, stream=stream, auto_dispatch_capture=True, capture_error_mode="thread_local"

@@ -1,9 +1,9 @@
-"""The ops of a model step by Ascend's fused kernels. Does not import torch_npu: the module is handed in.
+"""The op table with Ascend's fused kernels. Does not import torch_npu: the module is passed in.
 
-Names, keywords and shapes of every call are checked against the real op schemas by `tests/npu`; numbers and limits of
-the kernels themselves can only be checked on an NPU (`ops/npu/smoke.py`). What a kernel does not take goes to
-`TorchOps`: float32 attention, head sizes other than 128, sliding windows, latent attention, experts, chips of another
-generation, ops that a release lacks.
+`tests/npu` checks names, keywords and shapes of every call against the real op schemas; the kernels' numbers and limits
+can only be checked on an NPU (`ops/npu/smoke.py`). `TorchOps` computes what a kernel does not support: float32
+attention, head sizes other than 128, sliding windows, latent attention, experts, chips of another generation, ops
+missing from a release.
 """
 
 from collections.abc import Container
@@ -13,11 +13,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.device.torch_ops import TorchOps
 
 MASK_SIZE = 2048
-"""Side of the one compressed causal mask that the attention kernel takes for sequences of any length."""
+"""Side of the compressed causal mask that the attention kernel takes for sequences of any length."""
 _MAX_SEQUENCES = 4096
 _HEAD_SIZE = 128
 _MAX_HEADS_PER_KV_HEAD = 64
@@ -26,7 +26,7 @@ _ROTARY_MAX_HEAD_SIZE = 896
 
 
 class TorchNpuOps(Protocol):
-    """The part of torch_npu that is called, with its own parameter names."""
+    """The part of torch_npu that is called, with torch_npu's parameter names."""
 
     def npu_rms_norm(self, input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         """(y, reciprocal deviation)."""
@@ -52,7 +52,7 @@ class TorchNpuOps(Protocol):
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, *,
         cache_mode: str,
     ) -> None:  # fmt: skip
-        """The same on newer chips; cache_mode Norm is the plain layout."""
+        """As `_npu_reshape_and_cache`, on newer chips; cache_mode Norm is the plain layout."""
         ...
 
     def npu_fused_infer_attention_score(
@@ -66,7 +66,7 @@ class TorchNpuOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NpuFeatures:
-    """Which kernels this chip and this torch_npu offer."""
+    """The kernels that this chip and this torch_npu support."""
 
     norms: bool
     rotary: bool
@@ -76,7 +76,7 @@ class NpuFeatures:
 
 
 def npu_features(chip: str, offered: Container[str]) -> NpuFeatures:
-    """Decide from the chip's name (as torch_npu tells it) and the names of the ops that torch_npu offers."""
+    """Derive the features from the chip's name (as torch_npu reports it) and the names of torch_npu's ops."""
     a2_or_a3 = chip.startswith(("Ascend910B", "Ascend910_93"))
     a5 = chip.startswith(("Ascend910_95", "Ascend950"))
     cache_write: Literal["reshape_and_cache", "scatter_pa", "torch"] = "torch"
@@ -94,12 +94,12 @@ def npu_features(chip: str, offered: Container[str]) -> NpuFeatures:
 
 
 def causal_mask(device: torch.device) -> Tensor:
-    """[2048, 2048] int8, 1 where a later position would be seen."""
+    """[2048, 2048] int8, 1 above the diagonal: the masked positions."""
     return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.int8).triu(1).to(device)
 
 
 class NpuOps(TorchOps):
-    """Implements `kvferry.common.device.base.Ops`. `mask` is `causal_mask` on the device, made once."""
+    """Implements `kvferry.common.device.ops.Ops`. `mask`: `causal_mask` on the device, made once."""
 
     def __init__(self, torch_npu: TorchNpuOps, features: NpuFeatures, mask: Tensor) -> None:
         self._npu = torch_npu
@@ -120,7 +120,7 @@ class NpuOps(TorchOps):
         return normalised, total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Half-split rotary embedding; the kernel wants four axes and one dtype."""
+        """Half-split rotary embedding; the kernel takes four axes and one dtype."""
         if not self._features.rotary or query.shape[1] >= _ROTARY_MAX_HEADS or query.shape[2] >= _ROTARY_MAX_HEAD_SIZE:
             return super().rotary(query, key, cos, sin)
         r1, r2 = (t.to(query.dtype)[None, :, None] for t in (cos, sin))
@@ -148,8 +148,8 @@ class NpuOps(TorchOps):
     def attention(
         self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float, window: int = 0
     ) -> Tensor:
-        """One call for prefill chunks and decode tokens alike: query ends are cumulative, cache lengths are not."""
-        if window or not self._kernel_takes(query, cache, meta):
+        """One call for prefill chunks and decode tokens: query ends are cumulative, cache lengths are not."""
+        if window or not self._kernel_supports(query, cache, meta):
             return super().attention(query, cache, meta, scale, window)
         _, heads, _ = query.shape
         num_blocks, block_size, kv_heads, _ = cache[0].shape
@@ -161,7 +161,7 @@ class NpuOps(TorchOps):
         )  # fmt: skip
         return attended.flatten(1)
 
-    def _kernel_takes(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata) -> bool:
+    def _kernel_supports(self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata) -> bool:
         return (
             self._features.attention
             and query.dtype in (torch.float16, torch.bfloat16)

@@ -1,7 +1,7 @@
-"""The paged cache layout [num_blocks, block_size, *shape_per_token] shared by cuda and npu. Knows no device.
+"""The paged cache layout [num_blocks, block_size, *shape_per_token] of accelerators. Names no device.
 
-It is Ascend's own layout (keys and values apart, whole blocks contiguous) and, block by block, the canonical order of
-the wire, so reading blocks is one gather and no transposition.
+It is Ascend's own layout (keys and values separate, whole blocks contiguous) and, within a block, the canonical order
+of the wire, so reading blocks is one gather without a transposition.
 """
 
 import math
@@ -16,9 +16,9 @@ from kvferry.common.device.base import KvTensorSpec
 def allocate_paged(
     specs: Sequence[KvTensorSpec], num_blocks: int, block_size: int, device: torch.device, alignment: int = 1
 ) -> tuple[Tensor, ...]:
-    """Zeroed cache tensors of one layer, all cut from one allocation, each starting at a multiple of `alignment` bytes.
+    """Zeroed cache tensors of one layer, all from one allocation, each starting at a multiple of `alignment` bytes.
 
-    One allocation for a layer keeps the number of regions that a transport has to register small.
+    One allocation per layer keeps the number of regions small that a transport must register.
     """
     sizes = [num_blocks * block_size * math.prod(spec.shape_per_token) * spec.dtype.itemsize for spec in specs]
     strides = [_round_up(size, alignment) for size in sizes]
@@ -34,12 +34,12 @@ def allocate_paged(
 
 def read_paged_blocks(cache: Tensor, block_ids: Tensor) -> Tensor:
     """[len(block_ids), block_size, *shape_per_token], contiguous, on the cache's device."""
-    # 32-bit indices: an NPU gathers by 64-bit ones on a slow path, and no block number needs more.
+    # 32-bit indices suffice for block numbers; an NPU gathers with 64-bit indices on a slow path.
     return cache.index_select(0, block_ids.to(cache.device, torch.int32))
 
 
 def write_paged_tokens(cache: Tensor, slots: Tensor, tokens: Tensor) -> None:
-    """Put tokens [n, *shape_per_token] at `slots` [n]; both may still lie on the host. Slots must not repeat."""
+    """Write tokens [n, *shape_per_token] at `slots` [n]; both may be host tensors. Slots must not repeat."""
     flat = cache.view(-1, *cache.shape[2:])
     flat[slots.to(cache.device, torch.int64)] = tokens.to(cache.device, cache.dtype)
 

@@ -1,10 +1,12 @@
-"""Weights in 8 or 4 bits: what is kept of a matrix, and what it stands for. Knows no layout and multiplies nothing.
+"""Weights in 8 or 4 bits: which values are stored for a matrix, and which matrix they represent.
 
-`int8`: whole numbers from -127 to 127 and one scale for each output, symmetric. `int8_dynamic`: the same, and the rows
-that are multiplied are rounded to 8 bits too, each 64 values with a scale of their own (one scale for a whole row cost
-twice the perplexity: 1.4 % against 0.7, SmolLM2-135M, on a text other than that of `kvferry bench perplexity`). `int4`:
-sixteen steps from the least to the largest value of each group of 32 inputs, as in GGUF's Q4_1, so that a checkpoint in
-that form loses nothing.
+Knows no kernel layout and multiplies nothing. Schemes:
+`int8`: integers from -127 to 127 with one scale per output, symmetric.
+`int8_dynamic`: the same weights; the activations are rounded to 8 bits as well, with one scale per 64 values. (One
+scale for a whole row doubled the loss in perplexity: 1.4 % against 0.7, SmolLM2-135M, on a text other than that of
+`kvferry bench perplexity`.)
+`int4`: sixteen steps from the least to the largest value of each group of 32 inputs, as in GGUF's Q4_1, so that a
+checkpoint in that format loses nothing.
 """
 
 from dataclasses import dataclass
@@ -17,21 +19,21 @@ from torch.nn import functional
 WeightScheme = Literal["int8", "int4", "int8_dynamic"]
 INT4_GROUP = 32
 ROW_GROUP = 64
-"""Inputs of a row that share a scale where rows are rounded too."""
+"""Values of an activation row that share a scale under int8_dynamic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A [out, in] matrix. It stands for values * scales + lows, each scale and low for a group of inputs."""
+    """A [out, in] matrix that represents values * scales + lows, each scale and low shared by a group of inputs."""
 
     values: Tensor
-    """[out, in]: int8, or uint8 from 0 to 15 where there are lows."""
+    """[out, in]: int8, or uint8 from 0 to 15 if there are lows."""
     scales: Tensor
-    """[out, groups]: float32, or float16 where there are lows."""
+    """[out, groups]: float32, or float16 if there are lows."""
     lows: Tensor | None = None
     """[out, groups] float16."""
-    rows_too: bool = False
-    """Whether the other side of the product is rounded to 8 bits as well."""
+    rounds_rows: bool = False
+    """Whether the activations are rounded to 8 bits as well."""
 
     def dequantized(self) -> Tensor:
         """[out, in] float32."""
@@ -40,23 +42,23 @@ class Quantized:
 
 
 def quantize(weight: Tensor, scheme: WeightScheme) -> Quantized:
-    """weight [out, in]. `int4` falls back to `int8` where the inputs are not whole groups."""
+    """weight [out, in]. `int4` falls back to `int8` if the inputs are not a multiple of INT4_GROUP."""
     values = weight.float()
     if scheme == "int4" and weight.shape[1] % INT4_GROUP == 0:
         return _int4(values)
     scales = values.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
-    whole = (values / scales).round_().to(torch.int8)
-    return Quantized(whole, scales, rows_too=scheme == "int8_dynamic")
+    rounded = (values / scales).round_().to(torch.int8)
+    return Quantized(rounded, scales, rounds_rows=scheme == "int8_dynamic")
 
 
 def bits_per_weight(scheme: WeightScheme) -> int:
-    """What a large matrix takes, scales included as far as they count."""
+    """Bits per value of a large matrix; int4's scales and lows included, int8's single scale per output neglected."""
     return 4 + 2 * 16 // INT4_GROUP if scheme == "int4" else 8
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [rows, in] -> whole numbers from -127 to 127 as float32, [rows, groups, ROW_GROUP] with zeros behind the last,
-    and the scale of each group [rows, groups]."""
+    """x [rows, in] -> integers from -127 to 127 as float32, [rows, groups, ROW_GROUP] padded with zeros, and the scale
+    of each group [rows, groups]."""
     groups = functional.pad(x.float(), (0, -x.shape[1] % ROW_GROUP)).view(len(x), -1, ROW_GROUP)
     most = groups.abs().amax(dim=2)
     inverse = torch.where(most > 0, 127.0 / most, 0.0)

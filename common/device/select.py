@@ -1,71 +1,51 @@
-"""From the configuration's device name to a device. Imports a backend only when it is asked for.
+"""The registry of devices: opens a device by its configured name, and probes all of them.
 
-Order of `auto`: npu, cuda, cpu. One that is there but cannot be opened is passed over with a warning; the CPU is always
-there, so `auto` does not raise.
+`DEVICES` (common/config/schema.py, which must not import torch) maps each name to the module that defines its
+`BACKEND`, in the order in which `auto` tries them. A module is imported only when its device is probed or opened.
 """
 
 import logging
-from typing import Literal
+from importlib import import_module
 
 from kvferry.common.base.errors import DeviceUnavailableError
-from kvferry.common.device.base import Device, DeviceProbe
+from kvferry.common.config.schema import DEVICES, DeviceName
+from kvferry.common.device.base import Backend, Device, DeviceProbe
 
 _LOG = logging.getLogger("kvferry.device")
 
-DeviceName = Literal["auto", "cpu", "cuda", "npu"]
+
+def known_devices() -> tuple[str, ...]:
+    """The names of all devices, in order of preference."""
+    return tuple(DEVICES)
+
+
+def load_backend(name: str) -> Backend:
+    """Import a device's module. Raises DeviceUnavailableError for an unknown name."""
+    if name not in DEVICES:
+        raise DeviceUnavailableError(f"device {name!r} is unknown; known are auto, {', '.join(DEVICES)}")
+    backend: Backend = import_module(DEVICES[name]).BACKEND
+    return backend
 
 
 def probe_devices() -> tuple[DeviceProbe, ...]:
-    """What this machine has, in the order of preference. Never raises."""
-    return _probe_npu(), _probe_cuda(), _probe_cpu()
+    """Probe every device, in order of preference. Never raises."""
+    return tuple(load_backend(name).probe() for name in DEVICES)
 
 
 def select_device(name: DeviceName, threads: int, index: int = 0) -> Device:
-    """Open a device, binding the calling thread to it. `threads`: for work on the CPU; `index`: which accelerator.
+    """Open a device and bind the calling thread to it. `threads`: compute threads of the CPU; `index`: accelerator.
 
-    Raises DeviceUnavailableError, saying what is missing, when a device was named and cannot be used.
+    `auto` opens the first available device; one that is available but cannot be opened is skipped with a warning. The
+    last device, the CPU, is always available. Raises DeviceUnavailableError if a named device cannot be used.
     """
-    if name == "npu":
-        from kvferry.common.device.npu import open_npu
-
-        return open_npu(index)
-    if name == "cuda":
-        from kvferry.common.device.cuda import open_cuda
-
-        return open_cuda(index)
-    if name == "auto":
-        return _best(threads, index)
-    from kvferry.common.device.cpu import CpuDevice
-    from kvferry.common.device.native.select import cpu_ops
-
-    return CpuDevice(threads, cpu_ops())
-
-
-def _best(threads: int, index: int) -> Device:
-    names: tuple[DeviceName, DeviceName] = ("npu", "cuda")
-    for name, probe in zip(names, (_probe_npu, _probe_cuda), strict=True):
-        if not probe().available:
+    if name != "auto":
+        return load_backend(name).open(threads, index)
+    *preferred, last = map(load_backend, DEVICES)
+    for backend in preferred:
+        if not backend.probe().available:
             continue
         try:
-            return select_device(name, threads, index)
+            return backend.open(threads, index)
         except DeviceUnavailableError as error:
-            _LOG.warning("%s; the next best device is taken", error)
-    return select_device("cpu", threads)
-
-
-def _probe_npu() -> DeviceProbe:
-    from kvferry.common.device.npu import probe_npu
-
-    return probe_npu()
-
-
-def _probe_cuda() -> DeviceProbe:
-    from kvferry.common.device.cuda import probe_cuda
-
-    return probe_cuda()
-
-
-def _probe_cpu() -> DeviceProbe:
-    import torch
-
-    return DeviceProbe("cpu", True, f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}", 1)
+            _LOG.warning("%s; trying the next device", error)
+    return last.open(threads, index)

@@ -1,6 +1,6 @@
-"""The ops of a model step in plain PyTorch on the paged layout. Right on every device, fused on none.
+"""The op table in plain PyTorch on the paged layout: correct on every device, fused on none.
 
-cuda runs on them, npu falls back to them for what its kernels do not take, and the tests of both compare with them.
+cuda uses it, npu falls back to it for what its kernels do not support, and the tests of both compare with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.common.device import quantized_linear
-from kvferry.common.device.base import (
+from kvferry.common.device.fallbacks import LoopedExperts, pack_quantized
+from kvferry.common.device.ops import (
     AttentionMetadata,
     Experts,
     FusedLayers,
@@ -21,45 +21,38 @@ from kvferry.common.device.base import (
     PackedForm,
     PerHead,
 )
-from kvferry.common.device.experts import LoopedExperts
 from kvferry.common.device.paged import write_paged_tokens
 from kvferry.common.device.quantize import WeightScheme
 
 
 class TorchOps:
-    """Implements `kvferry.common.device.base.Ops`; stateless."""
+    """Implements `kvferry.common.device.ops.Ops`; stateless."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, scheme: WeightScheme | None = None) -> Linear:
-        """The library's own matmul takes [out, in] weights as they are."""
         if scheme is not None:
-            return quantized_linear.pack(weight, bias, scheme)
-        return lambda x: functional.linear(x, weight, bias)
+            return pack_quantized(weight, bias, scheme)
+        return lambda x: functional.linear(x, weight, bias)  # cuBLAS and its like take [out, in] unpacked
 
     def packed_form(self) -> PackedForm | None:
-        """The library's own, which is opaque."""
         return None
 
     def packed_itemsize(self, dtype: torch.dtype) -> int:
-        """As it is."""
         return dtype.itemsize
 
     def pack_per_head(self, weight: Tensor) -> PerHead:
-        """weight [heads, in, out]: one batched matmul."""
         return lambda x: torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
     def pack_experts(
         self, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], scheme: WeightScheme | None = None
     ) -> Experts:
-        """Expert by expert."""
         gate_up, down = ([self.pack_linear(weight, None, scheme) for weight in half] for half in (gate_ups, downs))
         return LoopedExperts(gate_up, down, self.silu_mul)
 
     def fuse_layers(self, layers: Sequence[GatedLayer], shape: LayerShape) -> FusedLayers | None:
-        """One op after the other is what there is."""
         return None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [..., size] -> the same shape. Statistics in float32, as the checkpoints were trained."""
+        """x [..., size] -> the same shape. Statistics in float32, as in training."""
         wide = x.float()
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return normalised.to(x.dtype) * weight
@@ -87,7 +80,7 @@ class TorchOps:
     def attention(
         self, query: Tensor, cache: tuple[Tensor, Tensor], meta: AttentionMetadata, scale: float, window: int = 0
     ) -> Tensor:
-        """query [T, H, D] -> [T, H * D]. Sequences with one new token go together, longer ones one by one."""
+        """query [T, H, D] -> [T, H * D]. Sequences with one new token are batched, longer ones computed one by one."""
         return _attend(query, _pairs(cache), meta, scale, window).flatten(1)
 
     def latent_write(
@@ -153,7 +146,7 @@ def _attend_chunk(query: Tensor, read: _Read, meta: AttentionMetadata, index: in
     length = meta.seq_lens[index] - first * meta.block_size
     blocks = meta.block_tables[index, first : first + _blocks(length, meta.block_size)].long()
     k, v = (t.flatten(0, 1)[:length].transpose(0, 1) for t in read(blocks))
-    # Query heads h * G .. h * G + G - 1 share kv head h: kv heads as the batch, their G query heads beside it.
+    # Query heads h * G .. h * G + G - 1 share kv head h: kv heads form the batch axis, their G query heads the next.
     q = query.view(new, k.shape[0], -1, size).permute(1, 2, 0, 3)
     k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
@@ -168,7 +161,7 @@ def _attend_singles(
 ) -> Tensor:
     """query [n, H, D], the newest position of each sequence in `indices` -> [n, H, V]. Pads to the longest.
 
-    Where `indices` are all sequences it can be recorded: of the host it uses an upper bound of the lengths alone.
+    Can be recorded if `indices` are all sequences: from the host it then uses only an upper bound of the lengths.
     """
     all_of_them = len(indices) == meta.num_sequences
     tables, lengths = (t if all_of_them else t[list(indices)] for t in (meta.block_tables, meta.lengths))
@@ -181,26 +174,26 @@ def _attend_singles(
     if window:
         mask &= positions >= ends - window
     new, heads, size = query.shape
-    # What lies beyond a sequence's end is another's old data. A mask alone does not keep a NaN there from spreading.
+    # Slots beyond a sequence's end hold other sequences' old data; a mask alone does not stop a NaN from spreading.
     k, v = (t.flatten(1, 2).masked_fill_(~mask[..., None, None], 0).transpose(1, 2) for t in read(tables.long()))
-    # The G query heads of one kv head stand where the query positions would: keys are read once, not G times.
+    # The G query heads of one kv head take the place of query positions, so keys are read once, not G times.
     q = query.view(new, k.shape[1], -1, size)
     attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=scale)
     return attended.reshape(new, heads, -1)
 
 
 def _newest_blocks(tables: Tensor, ends: Tensor, window: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Of each sequence the blocks that its window reaches, as many for all, and the positions [n, ...] in them."""
+    """The blocks that each sequence's window reaches, the same number for all, and the positions [n, ...] in them."""
     count = min(_blocks(window - 1, block_size) + 1, tables.shape[1])
     first = (ends - window).clamp_(min=0) // block_size
     columns = first + torch.arange(count, device=tables.device)
     offsets = torch.arange(count * block_size, device=tables.device)
-    # Behind a sequence's last block any other will do: the positions there are beyond its end.
+    # Past a sequence's last block any block will do: the mask hides positions beyond the end.
     return tables.gather(1, columns.clamp_(max=tables.shape[1] - 1)), first * block_size + offsets
 
 
 def _first_block(length: int, new: int, window: int, block_size: int) -> int:
-    """The block of the oldest position that any of the `new` last ones sees."""
+    """The block of the oldest position visible to any of the last `new` positions."""
     return max(length - new + 1 - window, 0) // block_size if window else 0
 
 

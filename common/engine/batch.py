@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.engine.step_buffers import InputBuffers, StepShape
 from kvferry.common.scheduling.step import ScheduledSequence
 

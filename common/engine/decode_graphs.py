@@ -18,7 +18,7 @@ from kvferry.common.device.graphs import Graph, Graphs
 from kvferry.common.engine.batch import InputBatch, make_batch
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.engine.step_buffers import InputBuffers, StepShape
-from kvferry.common.models.causal_lm import CausalLM
+from kvferry.common.models.family import CausalLM
 from kvferry.common.scheduling.step import ScheduledSequence
 
 _LOG = logging.getLogger("kvferry.engine")

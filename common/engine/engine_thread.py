@@ -1,6 +1,6 @@
 """The engine thread: takes step batches and posts their results. Never touches a socket or a core.
 
-A step that may take long posts StepGoesOn about once a second, so that a slow engine is not taken for a hung one
+A step that may take long posts StepProgressed about once a second, so that a slow engine is not taken for a hung one
 (ADR 0027). Short steps get no layer callback, so that a device may compute all layers in one call.
 """
 
@@ -19,18 +19,18 @@ from kvferry.common.cluster.events import (
     EngineFailed,
     LayersDone,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
 )
 from kvferry.common.scheduling.step import StepBatch, StepResult
 from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 
-EngineEvent = LayersDone | StepGoesOn | StepDone | EngineFailed
+EngineEvent = LayersDone | StepProgressed | StepDone | EngineFailed
 """Everything that the engine thread posts."""
 
 SHORT_STEP_S = 1.0
 """If the previous step began less than this ago, the next one without a prompt is expected to be short as well."""
 PROGRESS_INTERVAL_S = 1.0
-"""Least time between two StepGoesOn events of one step."""
+"""Least time between two StepProgressed events of one step."""
 
 
 class StepRunner(Protocol):
@@ -107,6 +107,6 @@ class EngineThread:
             now = self._clock.now()
             if now - last_post >= PROGRESS_INTERVAL_S:
                 last_post = now
-                self._post(StepGoesOn())
+                self._post(StepProgressed())
 
         return on_layer

@@ -15,7 +15,7 @@ from kvferry.common.engine.host_cache import HostCache
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.engine.sampler import SampleResult
 from kvferry.common.engine.step_buffers import InputBuffers
-from kvferry.common.models.causal_lm import CausalLM
+from kvferry.common.models.family import CausalLM
 from kvferry.common.parallel.collectives import ALONE, Collectives
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult

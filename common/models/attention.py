@@ -1,11 +1,12 @@
-"""Attention with grouped heads: keys and values of fewer heads than queries, cached as they are used."""
+"""Grouped-query attention: fewer key-value heads than query heads; keys are cached after rotation."""
 
 from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import KvTensorSpec, Linear, Ops
+from kvferry.common.device.base import KvTensorSpec
+from kvferry.common.device.ops import Linear, Ops
 from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.rope import ModelStep
@@ -15,7 +16,7 @@ class Attention(Protocol):
     """Attention of one layer."""
 
     def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
-        """hidden [T, hidden], normalised -> [T, hidden]; the tokens' cache entries are written first."""
+        """Normalised hidden [T, hidden] -> [T, hidden]; first writes the tokens' cache entries."""
         ...
 
 
@@ -31,8 +32,7 @@ class GroupedAttention:
         output: Linear,
         norms: tuple[Tensor, Tensor] | None,
     ) -> None:
-        """`config` has this rank's numbers of heads. `norms`: weights [head_dim] of the query and key norms, where
-        the family has them."""
+        """`config` has this rank's head counts. `norms`: weights [head_dim] of the query and key norms, if any."""
         self._ops = ops
         self.qkv = qkv
         self.output = output
@@ -44,13 +44,12 @@ class GroupedAttention:
 
     @staticmethod
     def kv_specs(config: TransformerConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
-        """Keys and values of each kv head."""
         shape = (config.num_kv_heads, config.head_dim)
         return KvTensorSpec("key", shape, dtype), KvTensorSpec("value", shape, dtype)
 
     @classmethod
     def load(cls, config: TransformerConfig, layer: int, loader: WeightLoader) -> Self:
-        """Take the weights of this rank's heads of one layer."""
+        """Load this rank's heads of one layer."""
         prefix = f"model.layers.{layer}.self_attn."
         local = loader.shard.local(config)
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -1,7 +1,6 @@
-"""A decoder of layers that are attention and MLP, each behind a norm: the body of every family known so far.
+"""A decoder whose layers are attention and MLP, each preceded by a norm: the body of every supported family.
 
-What differs between families (biases, norms of heads, windows, experts, latent attention) is in the configuration and
-in the parts that are chosen by it.
+The configuration selects the differences between families: biases, head norms, windows, experts, latent attention.
 """
 
 from collections.abc import Sequence
@@ -11,20 +10,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import (
-    AttentionMetadata,
-    Device,
-    FusedLayers,
-    GatedLayer,
-    KvTensorSpec,
-    LayerShape,
-    Linear,
-    Ops,
-)
+from kvferry.common.device.base import Device, KvTensorSpec
+from kvferry.common.device.ops import AttentionMetadata, FusedLayers, GatedLayer, LayerShape, Linear, Ops
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.models.attention import Attention, GroupedAttention
-from kvferry.common.models.causal_lm import LayerDone
 from kvferry.common.models.config import TransformerConfig
+from kvferry.common.models.family import LayerDone
 from kvferry.common.models.latent_attention import LatentAttention
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.mlp import GatedMlp, Mlp, load_mlp
@@ -38,7 +29,7 @@ from kvferry.common.parallel.vocabulary import VocabularyEmbedding, VocabularyHe
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer, ready to use."""
+    """One layer with its weights."""
 
     input_norm: Tensor
     attention: Attention
@@ -47,7 +38,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """Implements `kvferry.common.models.causal_lm.CausalLM`."""
+    """Implements `kvferry.common.models.family.CausalLM`."""
 
     def __init__(
         self,
@@ -68,7 +59,7 @@ class DecoderModel:
         self._final_norm = final_norm
         self._head = head
         self._frequencies = frequencies
-        # Fused layers do not stop for the sums between ranks.
+        # Fused layers cannot stop for the reductions between ranks.
         self._fused = _fuse(config, ops, self._layers) if shard.is_whole else None
 
     @classmethod
@@ -81,8 +72,8 @@ class DecoderModel:
         collectives: Collectives = ALONE,
         scheme: WeightScheme | None = None,
     ) -> Self:
-        """Take every weight, or this rank's part, merge, convert and pack. Raises ModelLoadError for one that is
-        missing or left over, and for a size that cannot be cut."""
+        """Take every weight, or this rank's part, merge, convert and pack. Raises ModelLoadError for a missing weight
+        and for a size that cannot be divided among the ranks."""
         collectives.shard.check(config)
         loader = WeightLoader(weights, device, dtype, collectives, scheme)
         rows = loader.vocabulary("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -108,13 +99,13 @@ class DecoderModel:
         meta: AttentionMetadata,
         on_layer: LayerDone | None = None,
     ) -> Tensor:
-        """token_ids and positions [T] int64 -> hidden states [T, hidden] before the last norm."""
+        """token_ids and positions [T] int64 -> hidden states [T, hidden] before the final norm."""
         ops, eps = self._ops, self.config.rms_norm_eps
         step = ModelStep(*cos_sin(positions, self._frequencies, self.config.rope.attention_factor), meta)
         residual = self._embedding(token_ids)
         if self._fused is not None:
             return residual.add_(self._fused(residual, step.cos, step.sin, meta, caches, on_layer))
-        # The first layer's norm stands alone; every later one is fused with the addition before it.
+        # Every input norm but the first is fused with the residual addition before it.
         hidden = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         for index, layer in enumerate(self._layers):
             if index:
@@ -132,7 +123,7 @@ class DecoderModel:
 
 
 def _fuse(config: TransformerConfig, ops: Ops, layers: Sequence[DecoderLayer]) -> FusedLayers | None:
-    """All layers as one, where they are of the plain kind and the ops can."""
+    """All layers as one callable; None if a layer is not plain (grouped attention, gated MLP) or the ops cannot."""
     described = []
     for layer in layers:
         attention, mlp = layer.attention, layer.mlp
@@ -179,7 +170,7 @@ def _load_mlp(config: TransformerConfig, index: int, prefix: str, loader: Weight
 
 
 def _load_head(config: TransformerConfig, embedding: Tensor, loader: WeightLoader) -> Linear:
-    """This rank's rows. The embedding's again when tied, whether or not the checkpoint carries a copy."""
+    """This rank's rows of the head. If tied, the embedding's, whether or not the checkpoint contains a copy."""
     if config.tie_word_embeddings:
         loader.weights.skip("lm_head.weight")
         return loader.packed(

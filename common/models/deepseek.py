@@ -1,7 +1,7 @@
-"""The DeepSeek-V2 and V3 families: latent attention, and experts beside a shared MLP behind some dense layers.
+"""The DeepSeek-V2 and V3 families: latent attention; some dense layers, then experts plus a shared MLP.
 
-The two differ in how experts are scored and in what their settings are called, so that each has its own reader. Extra
-layers for multi-token prediction, which V3 checkpoints carry, are not loaded: the next token does not depend on them.
+The two score experts differently and name their settings differently, so each has its own reader. The extra layers for
+multi-token prediction in V3 checkpoints are not loaded, since the next token does not depend on them.
 """
 
 from dataclasses import replace
@@ -16,14 +16,14 @@ from kvferry.common.models.moe import check_experts
 from kvferry.common.models.settings import Settings
 
 _WITHOUT_EFFECT = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", "router_aux_loss_coef", "auto_map")
-"""Settings of training, and where the publisher's own code is, which is what the family is."""
+"""Training settings, and the reference to the publisher's own code, which this family reimplements."""
 
 
-def read_v2_config(given: HfSettings) -> TransformerConfig:
-    """Experts are scored by softmax; the best of all, or of the groups whose best one is best."""
-    settings = given.model
+def read_v2_config(hf: HfSettings) -> TransformerConfig:
+    """Experts are scored by softmax and chosen from all, or from the groups with the best single expert."""
+    settings = hf.model
     settings.require("scoring_func", ("softmax",))
-    # Published code divides by the sum where this is set, the reference does not; no published checkpoint sets it.
+    # If set, the publisher's code divides by the sum and transformers does not; no published checkpoint sets it.
     settings.require("norm_topk_prob", (False,))
     method = settings.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
@@ -31,25 +31,25 @@ def read_v2_config(given: HfSettings) -> TransformerConfig:
     grouped = method == "group_limited_greedy"
     if not grouped:
         settings.ignore("n_group", "topk_group")
-    config = _decoder(given, interleaved=True)
+    config = _decoder(hf, interleaved=True)
     moe = _experts(settings, config.num_layers, settings.whole_number("first_k_dense_replace", 0), "softmax", grouped)
     return replace(config, mlp_bias=settings.flag("mlp_bias"), moe=moe)
 
 
-def read_v3_config(given: HfSettings) -> TransformerConfig:
-    """Experts are scored by sigmoid and chosen with a learned bias, from the groups whose best two are best."""
-    settings = given.model
+def read_v3_config(hf: HfSettings) -> TransformerConfig:
+    """Experts are scored by sigmoid and chosen with a learned bias from the groups with the best two experts."""
+    settings = hf.model
     settings.require("scoring_func", ("sigmoid",))
     settings.require("topk_method", ("noaux_tc",))
-    config = _decoder(given, interleaved=settings.flag("rope_interleave", default=True))
+    config = _decoder(hf, interleaved=settings.flag("rope_interleave", default=True))
     extra = max(settings.whole_number(name, 0) for name in ("num_nextn_predict_layers", "num_mtp_layers"))
     moe = _experts(settings, config.num_layers, settings.whole_number("first_k_dense_replace", 3), "sigmoid", True)
     moe = replace(moe, has_score_bias=True, normalise=settings.flag("norm_topk_prob", default=True))
     return replace(config, moe=moe, extra_layers=extra)
 
 
-def _decoder(given: HfSettings, interleaved: bool) -> TransformerConfig:
-    settings = given.model
+def _decoder(hf: HfSettings, interleaved: bool) -> TransformerConfig:
+    settings = hf.model
     settings.ignore(*_WITHOUT_EFFECT)
     heads = settings.integer("num_attention_heads")
     mla = MlaConfig(
@@ -67,7 +67,7 @@ def _decoder(given: HfSettings, interleaved: bool) -> TransformerConfig:
     if mla.rope_head_dim % 2:
         raise ModelLoadError(f"config.json: qk_rope_head_dim must be even, found {mla.rope_head_dim}")
     max_positions = settings.integer("max_position_embeddings")
-    config = decoder_config(given, num_kv_heads=heads, head_dim=head_dim, max_positions=max_positions)
+    config = decoder_config(hf, num_kv_heads=heads, head_dim=head_dim, max_positions=max_positions)
     bias = settings.flag("attention_bias")
     return replace(config, mla=mla, attention_bias=bias, output_bias=bias)
 

@@ -1,7 +1,7 @@
-"""How much memory a model will take, out of its configuration and the shapes of its tensors. Reads no weight.
+"""Estimates a model's memory from its configuration and the shapes of its tensors. Reads no weight.
 
-An estimate that is meant to be a little high: a node that would not fit is told so before it loads for minutes, or is
-killed by the system while it does.
+The estimate errs slightly on the high side: a node that would not fit is refused before it spends minutes loading or
+is killed for lack of memory.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.common.device.base import Ops
+from kvferry.common.device.ops import Ops
 from kvferry.common.device.quantize import WeightScheme, bits_per_weight
 from kvferry.common.models.config import TransformerConfig
 from kvferry.common.models.weights import WeightSource
@@ -18,11 +18,11 @@ from kvferry.common.models.weights import WeightSource
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _COMPUTE_BYTES = 4
-"""Sums are float32 whatever the weights are."""
+"""Sums are float32 for every dtype of weights."""
 _HIDDEN_COPIES = 8
-"""Residual, its norm, the output of attention and MLP, and what is being converted between them."""
+"""Residual, its norm, the outputs of attention and MLP, and conversions between them."""
 _LOGIT_COPIES = 3
-"""The logits themselves, and the sampler's scaled and sorted ones."""
+"""The logits, and the sampler's scaled and sorted copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Footprint:
 
     weights: int
     loading: int
-    """Beside them, while the largest tensor is converted and packed."""
+    """In addition to `weights`, while the largest tensor is converted and packed."""
     per_step_token: int
     per_sampled: int
-    """For each sequence that gets a token in the same step."""
+    """Per sequence that samples a token in the step."""
 
     def computing(self, step_tokens: int, sequences: int) -> int:
-        """What the largest step takes beside weights and cache."""
+        """Peak memory of a step of this size, in addition to weights and cache."""
         return self.per_step_token * step_tokens + self.per_sampled * sequences
 
 
@@ -49,18 +49,17 @@ def footprint(
     ranks: int = 1,
     scheme: WeightScheme | None = None,
 ) -> Footprint:
-    """Of one of `ranks` equal parts. `source` must be open."""
+    """The footprint of one of `ranks` equal parts. `source` must be open."""
     packed = ops.packed_itemsize(dtype) if scheme is None else bits_per_weight(scheme) / 8
     sizes = {name: math.prod(source.shape(name)) for name in _used(config, source.names())}
     weights = sum(size * (dtype.itemsize if name == _EMBEDDING else packed) for name, size in sizes.items())
     if config.tie_word_embeddings and _EMBEDDING in sizes:
-        # It is looked up in as it is, and packed once more as the head.
+        # The embedding is kept unpacked for lookups and packed a second time as the head.
         weights += sizes[_EMBEDDING] * packed
     largest = max(sizes.values(), default=0)
     return Footprint(
         weights=int(weights // ranks),
-        # As it is read, in the checkpoint's own type or dequantised, as it is given to the packing, and while it is
-        # rounded to fewer bits.
+        # As read (in the checkpoint's dtype or dequantised), as converted for packing, and the copies of quantising.
         loading=largest * (_COMPUTE_BYTES + dtype.itemsize + (0 if scheme is None else 2 * _COMPUTE_BYTES)) // ranks,
         per_step_token=_values_per_token(config) * _COMPUTE_BYTES,
         per_sampled=config.vocab_size * _COMPUTE_BYTES * _LOGIT_COPIES,

@@ -1,4 +1,4 @@
-"""Reads a model's configuration from GGUF metadata. Knows settings, not tensors."""
+"""Reads a model's configuration from GGUF metadata. Reads no tensor data."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ _DEFAULT_TOP_K = 1000
 
 
 def read_gguf_config(header: GgufHeader) -> TransformerConfig:
-    """The configuration of a GGUF file. Raises ModelLoadError, naming what is missing or not supported."""
+    """The configuration of a GGUF file. Raises ModelLoadError naming the key that is missing or not supported."""
     settings = Settings(header.metadata, "GGUF metadata")
     name = settings.text("general.architecture")
     if name not in _FAMILIES:
@@ -39,7 +39,6 @@ def read_gguf_config(header: GgufHeader) -> TransformerConfig:
 
 
 def _decoder(settings: Settings, name: str, vocab_size: int, *, tied: bool) -> TransformerConfig:
-    """Keys begin with the architecture's name."""
     family = _FAMILIES[name]
     heads = settings.integer(f"{name}.attention.head_count")
     hidden = settings.integer(f"{name}.embedding_length")

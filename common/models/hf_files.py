@@ -1,6 +1,6 @@
-"""Reads a checkpoint's JSON files; every way to fail is a ModelLoadError.
+"""Files of a HuggingFace directory: reads its JSON files and lists its weight files. Every failure is a ModelLoadError.
 
-Which files of a HuggingFace directory hold its weights. Reads none of them; no torch.
+Reads no weights and imports no torch.
 """
 
 from pathlib import Path
@@ -9,9 +9,12 @@ import orjson
 
 from kvferry.common.base.errors import ModelLoadError
 
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file. Raises ModelLoadError when it is missing or is something else."""
+    """Read a JSON object. Raises ModelLoadError if the file is missing or holds anything else."""
     try:
         value = orjson.loads(path.read_bytes())
     except FileNotFoundError:
@@ -21,16 +24,12 @@ def read_json(path: Path) -> dict[str, object]:
     except orjson.JSONDecodeError as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds no JSON object")
+        raise ModelLoadError(f"{path} must hold a JSON object")
     return value
 
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-
-
 def safetensors_files(directory: Path) -> tuple[Path, ...]:
-    """The checkpoint's files, sorted by name. Raises ModelLoadError when there are none or one is missing."""
+    """The checkpoint's weight files, sorted by name. Raises ModelLoadError if one is missing."""
     if (directory / _INDEX).exists():
         files = tuple(directory / name for name in sorted(set(_weight_map(directory).values())))
     else:

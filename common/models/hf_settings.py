@@ -1,11 +1,11 @@
-"""Settings that every family of decoders has in its config.json, read in one place. Knows no family by name."""
+"""Reads the config.json settings that all families of decoders have in common. Names no family."""
 
 from collections.abc import Mapping
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.models.architectures import architecture_of
 from kvferry.common.models.config import RopeConfig, TransformerConfig
 from kvferry.common.models.family import HfSettings
+from kvferry.common.models.registry import architecture_of
 from kvferry.common.models.rope import rope_from_settings
 from kvferry.common.models.settings import Settings
 
@@ -16,16 +16,16 @@ HARMLESS = frozenset({
     "unsloth_version", "unsloth_fixed", "tokenizer_class", "finetuning_task", "task_specific_params", "name_or_path",
     "hidden_dropout", "max_length", "temperature", "top_p", "tie_encoder_decoder",
 })  # fmt: skip
-"""Settings of training, of the library, or of generation elsewhere: they do not change the logits."""
+"""Settings of training, of transformers, or of generation in other programs: they do not change the logits."""
 HARMLESS_PREFIXES = ("_", "transformers.js")
 _DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_TOP_K = 1000
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> TransformerConfig:
-    """What decoders have in common; a family's reader puts its own settings into the result with `replace`."""
-    settings, generation = given.model, given.generation
+def decoder_config(hf: HfSettings, *, num_kv_heads: int, head_dim: int, max_positions: int) -> TransformerConfig:
+    """The settings that all decoders have in common; a family's reader adds its own with `replace`."""
+    settings, generation = hf.model, hf.generation
     settings.require("hidden_act", ("silu",))
     heads = settings.integer("num_attention_heads")
     if heads % num_kv_heads or head_dim % 2:
@@ -54,15 +54,15 @@ def decoder_config(given: HfSettings, *, num_kv_heads: int, head_dim: int, max_p
 
 
 def default_head_dim(settings: Settings) -> int:
-    """`head_dim`, or the hidden size shared out evenly."""
+    """`head_dim`, else the hidden size divided by the number of heads."""
     return settings.integer("head_dim", settings.integer("hidden_size") // settings.integer("num_attention_heads"))
 
 
 def layer_windows(settings: Settings, num_layers: int) -> tuple[int, ...]:
-    """For each layer, how many positions it sees (0: all), as Qwen2 and Qwen3 say it.
+    """The window of each layer (0: none), by the rules of Qwen2 and Qwen3.
 
-    `sliding_window` counts with `use_sliding_window` only. It holds for the layers that `layer_types` calls sliding,
-    or, where there are no layer types, for those from `max_window_layers` on.
+    `sliding_window` takes effect only with `use_sliding_window`. It applies to the layers that `layer_types` calls
+    sliding or, without `layer_types`, to those from index `max_window_layers`.
     """
     window = _window_in_use(settings)
     first = settings.whole_number("max_window_layers", 28)
@@ -107,7 +107,7 @@ def _dtype(settings: Settings) -> str:
 
 
 def _token_ids(*candidates: object) -> tuple[int, ...]:
-    """The first candidate that is there: one id or a list of them."""
+    """The first candidate that is not None: an id or a list of ids."""
     for value in candidates:
         if value is None:
             continue

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek): what is cached is one latent and one rotary key a token, for all heads.
+"""Multi-head latent attention (DeepSeek): caches one latent and one rotary key per token, shared by all heads.
 
-A head's key is its own linear map of the latent, with the rotary key behind it; its value is another map of the latent.
-Both maps are moved to the other side: the query is mapped into the latent's space and compared with the latents as they
-are cached, and the weighted latent is mapped to the head's output. So nothing is expanded for each cached position.
+A head's key is its own linear map of the latent, followed by the rotary key; its value is another map of the latent.
+Both maps are absorbed into the other side: the query is mapped into the latent's space and compared with the cached
+latents, and the weighted latent is mapped to the head's output. Nothing is expanded per cached position.
 """
 
 import math
@@ -11,17 +11,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import KvTensorSpec, Linear, Ops, PerHead
+from kvferry.common.device.base import KvTensorSpec
+from kvferry.common.device.ops import Linear, Ops, PerHead
 from kvferry.common.models.config import MlaConfig, TransformerConfig
 from kvferry.common.models.loader import WeightLoader, joined
 from kvferry.common.models.rope import ModelStep
 
 _LATENT_EPS = 1e-6
-"""Of the norms of the latents; the configuration's own is for the other norms."""
+"""Epsilon of the latents' norms; the configuration's epsilon applies to the other norms."""
 
 
 class LatentAttention:
-    """Implements `kvferry.common.models.attention.Attention`. The projections that share their input are merged."""
+    """Implements `kvferry.common.models.attention.Attention`. Projections with the same input are merged."""
 
     def __init__(
         self, config: TransformerConfig, mla: MlaConfig, ops: Ops, latent_norm: Tensor, inputs: "LatentInputs",
@@ -37,7 +38,7 @@ class LatentAttention:
 
     @staticmethod
     def kv_specs(mla: MlaConfig, dtype: torch.dtype) -> tuple[KvTensorSpec, ...]:
-        """Every rank of a tensor-parallel node has all of both: heads share them."""
+        # Not sharded: every rank of a tensor-parallel node holds both, since all heads share them.
         return (
             KvTensorSpec("latent", (mla.kv_lora_rank,), dtype, None),
             KvTensorSpec("rope_key", (mla.rope_head_dim,), dtype, None),
@@ -45,7 +46,7 @@ class LatentAttention:
 
     @classmethod
     def load(cls, config: TransformerConfig, mla: MlaConfig, layer: int, loader: WeightLoader) -> Self:
-        """Take the weights of this rank's heads of one layer; what makes the latent, every rank has."""
+        """Load this rank's heads of one layer; the weights that produce the latent are replicated on every rank."""
         prefix = f"model.layers.{layer}.self_attn."
         loader.weights.skip(prefix + "rotary_emb.inv_freq")
         latent_norm = loader.tensor(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
@@ -59,9 +60,9 @@ class LatentAttention:
         query, latent, rope_key = self._inputs(hidden)
         query = query.view(len(hidden), self._heads, -1)
         latent = ops.rms_norm(latent.contiguous(), self._latent_norm, _LATENT_EPS)
-        rope_query, turned_key = ops.rotary(query[..., mla.nope_head_dim :], rope_key[:, None], step.cos, step.sin)
+        rope_query, rotated_key = ops.rotary(query[..., mla.nope_head_dim :], rope_key[:, None], step.cos, step.sin)
         pair = (cache[0], cache[1])
-        ops.latent_write(latent, turned_key[:, 0], pair, step.meta)
+        ops.latent_write(latent, rotated_key[:, 0], pair, step.meta)
         in_latent_space = torch.cat((self._outputs.to_latent(query[..., : mla.nope_head_dim]), rope_query), -1)
         return self._outputs(ops.latent_attention(in_latent_space, pair, step.meta, self._scale))
 
@@ -70,29 +71,29 @@ class LatentInputs:
     """hidden [T, hidden] -> query [T, heads * head_dim], latent [T, R] before its norm, rotary key [T, P]."""
 
     def __init__(
-        self, ops: Ops, mla: MlaConfig, merged: Linear, query_norm: Tensor | None, spread: Linear | None
+        self, ops: Ops, mla: MlaConfig, merged: Linear, query_norm: Tensor | None, expand: Linear | None
     ) -> None:
-        """`query_norm` and `spread` lead from a compressed query to the heads' own; None where there is no such."""
+        """`query_norm` and `expand` map a compressed query to the heads; None if queries are not compressed."""
         self._ops = ops
         self._mla = mla
         self._merged = merged
         self._query_norm = query_norm
-        self._spread = spread
+        self._expand = expand
 
     @classmethod
     def load(cls, config: TransformerConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
-        """Rotary pairs are put into halves here, in the rows that make them: turning them needs no shuffle then."""
+        """Load and merge; moves the rows that produce rotary pairs into halves, so that rotation needs no shuffle."""
         order = _order_of_halves(mla)
         rows, heads = config.num_heads * config.head_dim, loader.shard.local(config).num_heads
         compressed = mla.q_lora_rank
         name, bias = ("q_a_proj", config.attention_bias) if compressed else ("q_proj", False)
         rows_of_first = {prefix + name: compressed or rows}
         first, first_bias = loader.stacked(rows_of_first, config.hidden_size, bias, split=not compressed)
-        query_norm = spread = None
+        query_norm = expand = None
         if compressed:
             query_norm = loader.tensor(prefix + "q_a_layernorm.weight", compressed)
             weight = loader.tensor(prefix + "q_b_proj.weight", rows, compressed, split=0)
-            spread = loader.ops.pack_linear(_reordered(weight, heads, mla, order))
+            expand = loader.ops.pack_linear(_reordered(weight, heads, mla, order))
         else:
             first = _reordered(first, heads, mla, order)
         merged_rows = {prefix + "kv_a_proj_with_mqa": mla.kv_lora_rank + mla.rope_head_dim}
@@ -102,10 +103,9 @@ class LatentInputs:
         if second_bias is not None:
             none = torch.zeros(len(first), dtype=first.dtype, device=first.device)
             all_biases = joined((none if first_bias is None else first_bias, _reordered_end(second_bias, order)))
-        return cls(loader.ops, mla, loader.ops.pack_linear(joined((first, second)), all_biases), query_norm, spread)
+        return cls(loader.ops, mla, loader.ops.pack_linear(joined((first, second)), all_biases), query_norm, expand)
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See the class."""
         mla = self._mla
         merged = self._merged(hidden)
         rope_start = merged.shape[1] - mla.rope_head_dim
@@ -113,8 +113,8 @@ class LatentInputs:
             merged[:, : rope_start - mla.kv_lora_rank],
             merged[:, rope_start - mla.kv_lora_rank : rope_start],
         )
-        if self._query_norm is not None and self._spread is not None:
-            query = self._spread(self._ops.rms_norm(query.contiguous(), self._query_norm, _LATENT_EPS))
+        if self._query_norm is not None and self._expand is not None:
+            query = self._expand(self._ops.rms_norm(query.contiguous(), self._query_norm, _LATENT_EPS))
         else:
             query = query.contiguous()
         return query, latent, merged[:, rope_start:]
@@ -131,7 +131,7 @@ class LatentOutputs:
 
     @classmethod
     def load(cls, config: TransformerConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
-        """Both maps are halves of one tensor."""
+        # Both maps are parts of one tensor.
         per_head = mla.nope_head_dim + mla.v_head_dim
         both = loader.tensor(prefix + "kv_b_proj.weight", config.num_heads * per_head, mla.kv_lora_rank, split=0)
         both = both.view(loader.shard.local(config).num_heads, per_head, mla.kv_lora_rank)
@@ -155,18 +155,18 @@ def _scale(config: TransformerConfig, mla: MlaConfig) -> float:
 
 
 def _order_of_halves(mla: MlaConfig) -> Tensor:
-    """[P] which of the checkpoint's rows come where, so that the first of each pair is in the first half."""
+    """[P] permutation of the checkpoint's rows that puts the first element of each pair into the first half."""
     order = torch.arange(mla.rope_head_dim)
     return order.view(-1, 2).t().reshape(-1) if mla.interleaved else order
 
 
 def _reordered(weight: Tensor, heads: int, mla: MlaConfig, order: Tensor) -> Tensor:
-    """weight [heads * (nope + P), in], the last P rows of each head in `order`."""
+    """weight [heads * (nope + P), in] with the last P rows of each head permuted by `order`."""
     by_head = weight.view(heads, mla.nope_head_dim + mla.rope_head_dim, -1)
     return _reordered_end(by_head.transpose(0, 1), order).transpose(0, 1).reshape(weight.shape)
 
 
 def _reordered_end(rows: Tensor, order: Tensor) -> Tensor:
-    """The last rows, as many as `order` has, in its order."""
+    """`rows` with the last len(order) rows permuted by `order`."""
     end = len(rows) - len(order)
     return torch.cat((rows[:end], rows[end:].index_select(0, order.to(rows.device))))

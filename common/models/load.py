@@ -1,6 +1,5 @@
-"""Reads config.json and generation_config.json of a HuggingFace directory, each family's by its own reader.
-
-From a path to a model on a device: a HuggingFace directory or a GGUF file. The one place that reads checkpoints.
+"""Loads a model from a path (a HuggingFace directory or a GGUF file) onto a device. The only module that opens
+checkpoints.
 """
 
 import hashlib
@@ -17,17 +16,15 @@ from tqdm import tqdm
 from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.device.base import Device, KvTensorSpec
 from kvferry.common.device.quantize import WeightScheme
-from kvferry.common.models.architectures import architecture_of
-from kvferry.common.models.causal_lm import CausalLM
 from kvferry.common.models.config import TransformerConfig
-from kvferry.common.models.family import HfSettings
+from kvferry.common.models.family import CausalLM, HfSettings
 from kvferry.common.models.footprint import Footprint, footprint
 from kvferry.common.models.gguf_config import read_gguf_config
 from kvferry.common.models.hf_files import read_json, safetensors_files
 from kvferry.common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES
 from kvferry.common.models.identity import model_identity
 from kvferry.common.models.packed_store import SUFFIX, PackedStore, open_store
-from kvferry.common.models.registry import family
+from kvferry.common.models.registry import architecture_of, family
 from kvferry.common.models.settings import Settings
 from kvferry.common.models.weights import TrackedWeights, WeightSource
 from kvferry.common.models.weights_gguf import GgufWeights
@@ -36,11 +33,17 @@ from kvferry.common.parallel.collectives import ALONE, Collectives
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.tokenizer.gguf_header import read_gguf_header
 
+DtypeName = Literal["float32", "bfloat16"]
+_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LEAST_STORED_BYTES = 64 << 20
+"""Smaller models are not stored: packing them takes no noticeable time."""
+
 
 def read_hf_config(directory: Path) -> TransformerConfig:
-    """The configuration of a HuggingFace directory. Raises ModelLoadError, naming the setting.
+    """The configuration of a HuggingFace directory, read by its family's reader. Raises ModelLoadError naming the
+    setting.
 
-    A setting that the family's reader did not ask for, and that is not known as harmless, is refused.
+    A setting that the reader does not read and that is not listed as harmless is refused.
     """
     settings = Settings(read_json(directory / "config.json"), "config.json")
     generation_path = directory / "generation_config.json"
@@ -50,26 +53,19 @@ def read_hf_config(directory: Path) -> TransformerConfig:
     return config
 
 
-DtypeName = Literal["float32", "bfloat16"]
-_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_LEAST_KEPT_BYTES = 64 << 20
-"""Smaller models are packed in no time."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what the rest of the node needs to know about it."""
+    """A model ready to run, with the facts that the rest of the node needs."""
 
     model: CausalLM
     config: TransformerConfig
     info: ModelInfo
     identity: str
-    """Equal on every host with the same files; the dtype it runs in is not part of it."""
+    """Equal on every host with the same files and quantisation; does not include the compute dtype."""
     dtype: torch.dtype
 
     @property
     def kv_specs(self) -> tuple[KvTensorSpec, ...]:
-        """One layer's cache tensors."""
         return self.model.kv_specs
 
 
@@ -94,13 +90,13 @@ def load_model(
     scheme: WeightScheme | None = None,
     packed_dir: Path | None = None,
 ) -> LoadedModel:
-    """Load, convert and pack a checkpoint, or one rank's part of it.
+    """Load, convert and pack a checkpoint, or one rank's part of it. Raises ModelLoadError.
 
     `dtype`: None takes the checkpoint's own, bfloat16 for GGUF. `max_model_len`: None takes the model's own limit.
-    `model_name`: None takes the file's or directory's name. `progress`: a bar on stderr. `before` is told
-    what the model will take before any of it is read, and may refuse it by raising. `scheme`: projections, experts and
-    head in fewer bits; embedding, norms and routers stay as they are. `packed_dir`: where packed weights
-    are kept for other nodes of this host and later starts, without a scheme; None: nowhere. Raises ModelLoadError.
+    `model_name`: None takes the name of the file or directory. `progress`: show a bar on stderr. `before` is called
+    with the estimated footprint before any weight is read; it may raise to refuse the model. `scheme`: quantise
+    projections, experts and head; embedding, norms and routers stay unquantised. `packed_dir`: directory in which
+    packed weights are stored for other nodes on this host and later starts; not used with a scheme; None: not stored.
     """
     checkpoint = _open(path)
     config = checkpoint.config
@@ -112,8 +108,8 @@ def load_model(
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
         needed = footprint(config, source, device.ops, torch_dtype, collectives.shard.size, scheme)
         before(needed)
-        worth_it = packed_dir is not None and scheme is None and needed.weights >= _LEAST_KEPT_BYTES
-        with _store(packed_dir if worth_it else None, identity, checkpoint, device, torch_dtype, collectives) as store:
+        is_stored = packed_dir is not None and scheme is None and needed.weights >= _LEAST_STORED_BYTES
+        with _store(packed_dir if is_stored else None, identity, checkpoint, device, torch_dtype, collectives) as store:
             weights = TrackedWeights(source, tick, store)
             model = model_class.load(config, weights, device, torch_dtype, collectives, scheme)
             weights.refuse_rest()
@@ -139,7 +135,10 @@ def _store(
     dtype: torch.dtype,
     collectives: Collectives,
 ) -> Iterator[PackedStore | None]:
-    """Named by all that decides what the packed bytes are. The identity samples files, so their times count as well."""
+    """The store for this model's packed weights, named by a hash of everything that determines the packed bytes.
+
+    Includes the files' sizes and modification times, since the identity only samples the files.
+    """
     form = device.ops.packed_form()
     if directory is None or form is None:
         yield None
@@ -172,7 +171,7 @@ def _open(path: Path) -> _Checkpoint:
 def _resolve_dtype(config: TransformerConfig, wanted: str | None) -> torch.dtype:
     name = wanted or config.checkpoint_dtype
     if name not in _DTYPES:
-        raise ModelLoadError(f"dtype {name} is not supported; give float32 or bfloat16")
+        raise ModelLoadError(f"dtype {name} is not supported; set float32 or bfloat16")
     return _DTYPES[name]
 
 
@@ -181,14 +180,14 @@ def _resolve_length(config: TransformerConfig, wanted: int | None) -> int:
         return config.max_position_embeddings
     if not 1 <= wanted <= config.max_position_embeddings:
         raise ModelLoadError(
-            f"max_model_len {wanted} is not in 1 to {config.max_position_embeddings}, the model's limit"
+            f"max_model_len {wanted} must be from 1 to {config.max_position_embeddings}, the model's limit"
         )
     return wanted
 
 
 @contextmanager
 def _progress(source: WeightSource, name: str, shown: bool) -> Iterator[Callable[[], None]]:
-    """A callable to be called once for each tensor that was taken."""
+    """Yield a callable that must be called once for each tensor taken."""
     with tqdm(
         total=len(source.names()), desc=f"loading {name}", unit="tensor", disable=not shown, file=sys.stderr
     ) as bar:

@@ -1,6 +1,6 @@
-"""Takes weights by HuggingFace name and makes them ready for the device: cut, converted, merged, packed.
+"""Takes weights by HuggingFace name and prepares them for the device: sliced, converted, merged, packed.
 
-Where a model is cut over ranks, a rank reads its part only, as far as the checkpoint's format lets it.
+With tensor parallelism a rank reads only its part, as far as the checkpoint's format allows.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import Device, Linear
+from kvferry.common.device.base import Device
+from kvferry.common.device.ops import Linear
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.models.weights import Part, TrackedWeights
 from kvferry.common.parallel.collectives import ALONE, Collectives
 
 
 class WeightLoader:
-    """One checkpoint's weights on their way to one device, in one dtype; `scheme`: the large matrices in fewer bits."""
+    """Loads one checkpoint's weights onto one device in one dtype; `scheme` quantises the large matrices."""
 
     def __init__(
         self,
@@ -35,13 +36,13 @@ class WeightLoader:
 
     @property
     def head_scheme(self) -> WeightScheme | None:
-        """The head's errors go straight into the logits: its weights have 8 bits, and what it reads is not rounded."""
+        # Errors of the head go directly into the logits: its weights have 8 bits, and its input is not rounded.
         return self.scheme and "int8"
 
     def tensor(self, name: str, *shape: int, split: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor of this shape on the device, in the model's dtype unless another is asked for.
+        """One tensor of this shape on the device, in `dtype` or else the model's dtype.
 
-        `split`: the axis of which this rank has its part; None: all of it.
+        `split`: the axis along which this rank takes its part; None: the whole tensor.
         """
         part = None
         if split is not None and not self.shard.is_whole:
@@ -49,9 +50,9 @@ class WeightLoader:
         return self.weights.take(name, shape, part).to(self.device.torch_device, dtype or self.dtype)
 
     def linear(self, outputs: dict[str, int], inputs: int, has_bias: bool, *, split: bool = False) -> Linear:
-        """One packed linear out of projections (name to rows) that share their input, laid one below the other.
+        """One packed linear from projections (name -> rows) with the same input, stacked along the rows.
 
-        `split`: of each projection's outputs this rank has its part.
+        `split`: this rank takes its part of each projection's outputs.
         """
         names = [f"{name}.weight" for name in outputs]
         rows = sum(self._span(rows) if split else rows for rows in outputs.values())
@@ -61,11 +62,11 @@ class WeightLoader:
     def stacked(
         self, outputs: dict[str, int], inputs: int, has_bias: bool, *, split: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """The weight and bias of `linear`, not packed."""
+        """As `linear`, but returns weight and bias without packing them."""
         return self._weights(outputs, inputs, split), self._biases(outputs, split) if has_bias else None
 
     def partial_linear(self, name: str, rows: int, inputs: int, has_bias: bool) -> Linear:
-        """A packed linear of this rank's part of the inputs. The sum of all ranks' results is the whole one's."""
+        """A packed linear over this rank's part of the inputs; the sum over all ranks is the full result."""
         weight = f"{name}.weight"
         bias = self.tensor(f"{name}.bias", rows) if has_bias else None
         return self.packed(
@@ -81,9 +82,10 @@ class WeightLoader:
         bias: Tensor | None = None,
         scheme: WeightScheme | None = None,
     ) -> Linear:
-        """A weight of this shape (out, in), which `read` takes and which consists of `names`, packed.
+        """A packed weight of shape (out, in). `read` loads it from the tensors `names`.
 
-        Where an earlier load, of this or another process, left it packed, nothing is read. With a scheme none does.
+        If the store already holds it packed, from an earlier load of this or another process, `read` is not called.
+        With a scheme the store is not used.
         """
         form, store = self.ops.packed_form(), self.weights.packed
         size = None if form is None or scheme is not None else form.packed_bytes(*shape, self.dtype)
@@ -97,7 +99,7 @@ class WeightLoader:
         return form.packed_linear(memory, *shape, self.dtype, bias)
 
     def summed(self, part: Linear) -> Linear:
-        """`part` with the sum over all ranks behind it."""
+        """`part` followed by the sum over all ranks."""
         if self.shard.is_whole:
             return part
         collectives = self.collectives
@@ -112,12 +114,12 @@ class WeightLoader:
         return joined([self.tensor(f"{name}.bias", rows, split=axis) for name, rows in outputs.items()])
 
     def _span(self, total: int) -> int:
-        """How much of `total` this rank has."""
+        """Size of this rank's part of `total`."""
         start, end = self.shard.span(total)
         return end - start
 
     def vocabulary(self, name: str, vocab_size: int, columns: int) -> Tensor:
-        """This rank's rows of a [vocab, columns] tensor, filled up with zeros so that all ranks have as many."""
+        """This rank's rows of a [vocab, columns] tensor, zero-padded to the same number on all ranks."""
         rows = self.tensor(name, vocab_size, columns, split=0)
         each = -(-vocab_size // self.shard.size)
         if len(rows) == each:
@@ -126,5 +128,5 @@ class WeightLoader:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Along the first axis, without a copy where there is one part only."""
+    """Concatenate along the first axis; a single part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -1,4 +1,4 @@
-"""The Mistral family: Llama without biases, each token seeing only the newest positions where a window is set."""
+"""The Mistral family: Llama without biases, with an optional sliding window."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from kvferry.common.models.hf_settings import decoder_config, default_head_dim
 _DEFAULT_WINDOW = 4096
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
-    """`sliding_window` is for all layers: null is none, and left out it is 4096, as the family's own default says."""
-    settings = given.model
+def read_config(hf: HfSettings) -> TransformerConfig:
+    """`sliding_window` applies to all layers: null means none, a missing key means 4096, the family's default."""
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=default_head_dim(settings),
         max_positions=settings.integer("max_position_embeddings"),

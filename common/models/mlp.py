@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from kvferry.common.device.base import Linear, Ops
+from kvferry.common.device.ops import Linear, Ops
 from kvferry.common.models.loader import WeightLoader
 
 Mlp = Callable[[Tensor], Tensor]
-"""hidden [T, hidden], normalised -> [T, hidden]."""
+"""Normalised hidden [T, hidden] -> [T, hidden]."""
 
 
 class GatedMlp:
@@ -25,7 +25,7 @@ class GatedMlp:
 
 
 def load_mlp(prefix: str, hidden_size: int, intermediate_size: int, has_bias: bool, loader: WeightLoader) -> GatedMlp:
-    """The MLP whose tensors' names begin with `prefix`: this rank's part, and the sum over all ranks."""
+    """Load the MLP whose tensor names start with `prefix`: this rank's part, followed by the sum over all ranks."""
     part = load_partial_mlp(prefix, hidden_size, intermediate_size, has_bias, loader)
     return GatedMlp(loader.ops, part.gate_up, loader.summed(part.down))
 
@@ -33,7 +33,7 @@ def load_mlp(prefix: str, hidden_size: int, intermediate_size: int, has_bias: bo
 def load_partial_mlp(
     prefix: str, hidden_size: int, intermediate_size: int, has_bias: bool, loader: WeightLoader
 ) -> GatedMlp:
-    """This rank's part of an MLP; the sum of all ranks' results is the MLP's."""
+    """Load this rank's part of an MLP; the sum over all ranks is the full result."""
     merged = {prefix + "gate_proj": intermediate_size, prefix + "up_proj": intermediate_size}
     return GatedMlp(
         loader.ops,

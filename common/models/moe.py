@@ -1,6 +1,6 @@
-"""An MLP that is a choice of experts: a router scores them for each token, the best are computed and weighed.
+"""A mixture of experts: a router scores the experts for each token; the best are computed and summed with weights.
 
-Some families have an MLP beside them that every token takes.
+Some families add a shared MLP that every token passes.
 """
 
 from typing import Self
@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.device.base import Experts, Linear
+from kvferry.common.device.ops import Experts, Linear
 from kvferry.common.models.config import MoeConfig
 from kvferry.common.models.loader import WeightLoader
 from kvferry.common.models.mlp import Mlp, load_partial_mlp
 from kvferry.common.parallel.collectives import Collectives
 
 _NEVER_ZERO = 1e-20
-"""Added to a sum of sigmoids before it divides."""
+"""Added to a sum of sigmoids before dividing by it."""
 
 
 class Router:
     """Chooses `experts_per_token` experts for each token, and their weights."""
 
     def __init__(self, moe: MoeConfig, scores: Linear, bias: Tensor | None) -> None:
-        """`scores`: [T, hidden] -> [T, experts]; `bias` [experts] float32 counts in the choice alone."""
+        """`scores`: [T, hidden] -> [T, experts]; `bias` [experts] float32 affects only the choice."""
         self._moe = moe
         self._scores = scores
         self._bias = bias
@@ -43,7 +43,7 @@ class Router:
         return chosen, weights * moe.scaling
 
     def _best_groups_only(self, scores: Tensor) -> Tensor:
-        """The same [T, experts], -inf where a group is not among the best."""
+        """scores [T, experts] with -inf for experts outside the best groups."""
         moe = self._moe
         grouped = scores.unflatten(1, (moe.num_groups, -1))  # type: ignore[no-untyped-call]
         group_scores = grouped.topk(moe.group_score_experts, dim=-1).values.sum(-1)
@@ -64,7 +64,7 @@ class MoeMlp:
 
     @classmethod
     def load(cls, prefix: str, hidden_size: int, moe: MoeConfig, has_bias: bool, loader: WeightLoader) -> Self:
-        """Take router, experts and the shared MLP (the one that may have biases) below `prefix`."""
+        """Load router, experts and the shared MLP (the only part that may have biases) below `prefix`."""
         router_dtype = torch.float32 if moe.float32_router else loader.dtype
         gate = loader.tensor(prefix + "gate.weight", moe.num_experts, hidden_size, dtype=router_dtype)
         bias = None
@@ -90,7 +90,7 @@ class MoeMlp:
 
 
 def check_experts(moe: MoeConfig) -> None:
-    """Raises ModelLoadError when the numbers of experts and groups do not go together."""
+    """Raise ModelLoadError if the numbers of experts and groups are inconsistent."""
     per_group = moe.num_experts // moe.num_groups
     fits = (
         moe.num_experts % moe.num_groups == 0
@@ -100,6 +100,6 @@ def check_experts(moe: MoeConfig) -> None:
     )
     if not fits:
         raise ModelLoadError(
-            f"config.json: {moe.experts_per_token} of {moe.num_experts} experts for each token, from {moe.groups_kept} "
-            f"of {moe.num_groups} groups, cannot be chosen"
+            f"config.json: cannot choose {moe.experts_per_token} of {moe.num_experts} experts per token from "
+            f"{moe.groups_kept} of {moe.num_groups} groups"
         )

@@ -1,8 +1,8 @@
-"""Packed weights in a file that every node of a host maps: packed once, in memory once, there at the next start.
+"""Packed weights in a file that all nodes of a host map: packed once, in memory once, reused at the next start.
 
-One file for each model, dtype, part of it, and way of packing. The first node that needs it writes it and maps what it
-writes; others wait for that, and map the whole. Whatever goes wrong with the file, a node packs into memory of its own:
-nothing here can keep a node from starting but for `WAIT_S`.
+One file per model, dtype, rank part and packed layout. The first node that needs it writes it, mapping each region as
+it fills it; other nodes wait and then map the finished file. On any failure of the file a node packs into its own
+memory: a problem here delays a start by at most `WAIT_S` and never prevents it.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 WAIT_S = 120.0
-"""For another node that packs the same; then a node packs for itself."""
+"""Longest wait for another node that writes the same file; afterwards a node packs into its own memory."""
 KEPT_FILES = 4
-"""The files that were used last; others are removed when a new one is written."""
+"""The most recently used files; older ones are removed when a new file is finished."""
 SUFFIX = ".kvpacked"
 
 _POLL_S = 0.05
@@ -31,71 +31,71 @@ _MAGIC = b"kvferry-packed-1"
 _FOOTER_BYTES = len(_MAGIC) + 8
 _CHUNK_BYTES = 1 << 24
 MAP_BYTES = 1 << 26
-"""A new file grows by this much at least."""
+"""A new file grows in steps of at least this size."""
 
 
 class PackedStore:
-    """Memory by name. Not for use by several threads."""
+    """Hands out memory by name. Not thread-safe."""
 
-    def __init__(self, *, whole: "_Mapped | None" = None, new: "_NewFile | None" = None) -> None:
-        """`whole`: everything is there already. `new`: what is asked for is kept. Neither: plain memory."""
-        self._whole = whole
+    def __init__(self, *, finished: "_FinishedFile | None" = None, new: "_NewFile | None" = None) -> None:
+        """Serves memory from a finished file, or from a new file that is being written, else plain memory."""
+        self._finished = finished
         self._new = new
 
     def take(self, name: str, num_bytes: int) -> tuple[Tensor, bool]:
-        """[num_bytes] uint8, aligned to a page where it is mapped, and whether it is filled already.
+        """Return [num_bytes] uint8, page-aligned if mapped, and whether it is already filled.
 
-        What is not filled must be filled before the store is closed, and never written again.
+        The caller must fill memory that is not, before the store is closed, and must not write to it afterwards.
         """
-        if self._whole is not None:
-            found = self._whole.find(name, num_bytes)
+        if self._finished is not None:
+            found = self._finished.find(name, num_bytes)
             if found is not None:
                 return found, True
         if self._new is not None:
             try:
                 return self._new.add(name, num_bytes), False
             except OSError:
-                # The disk is full, say. What was mapped so far stays usable; the file is never finished.
-                self._new.give_up()
+                # For example, the disk is full. Memory mapped so far stays valid; the file is never finished.
+                self._new.discard()
                 self._new = None
         return torch.empty(num_bytes, dtype=torch.uint8), False
 
 
 @contextlib.contextmanager
 def open_store(path: Path) -> Iterator[PackedStore]:
-    """The store behind `path`; on leaving without an error what is new gets that name, in one step."""
-    whole = _Mapped.open(path)
-    if whole is not None:
-        yield PackedStore(whole=whole)
+    """The store at `path`. A new file is renamed to `path` atomically on exit without an error."""
+    finished = _FinishedFile.open(path)
+    if finished is not None:
+        yield PackedStore(finished=finished)
         return
     with _locked(path) as is_ours:
-        # Another node may have finished it meanwhile.
-        whole = _Mapped.open(path) if is_ours else None
-        new = _NewFile.create(path) if is_ours and whole is None else None
-        store = PackedStore(whole=whole, new=new)
+        # Another node may have finished the file while this one waited for the lock.
+        finished = _FinishedFile.open(path) if is_ours else None
+        new = _NewFile.create(path) if is_ours and finished is None else None
+        store = PackedStore(finished=finished, new=new)
         try:
             yield store
         except BaseException:
             if new is not None:
-                new.give_up()
+                new.discard()
             raise
         if new is not None:
             with contextlib.suppress(OSError):
                 new.finish()
                 _remove_oldest(path.parent)
-            new.give_up()
+            new.discard()
 
 
-class _Mapped:
-    """A finished file."""
+class _FinishedFile:
+    """A complete file, mapped."""
 
     def __init__(self, memory: Tensor, index: dict[str, tuple[int, int]]) -> None:
         self._memory = memory
         self._index = index
 
     @classmethod
-    def open(cls, path: Path) -> "_Mapped | None":
-        """None when it is not there or not whole."""
+    def open(cls, path: Path) -> "_FinishedFile | None":
+        """None if the file is missing, incomplete or damaged."""
         try:
             with path.open("rb") as file:
                 os.utime(file.fileno())
@@ -104,9 +104,9 @@ class _Mapped:
             return None
 
     @classmethod
-    def _map(cls, file: IO[bytes]) -> "_Mapped":
+    def _map(cls, file: IO[bytes]) -> "_FinishedFile":
         size = os.fstat(file.fileno()).st_size
-        # Writes would be this process's own. Nobody writes; torch wants memory that could be written.
+        # Copy on write because torch requires writable memory; in fact nothing writes to it.
         pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
         length = int.from_bytes(pages[size - _FOOTER_BYTES : size - len(_MAGIC)], "little")
         end = size - _FOOTER_BYTES - length
@@ -119,13 +119,13 @@ class _Mapped:
         return cls(memory, {name: (start, count) for name, (start, count) in head["index"].items()})
 
     def find(self, name: str, num_bytes: int) -> Tensor | None:
-        """None when it is not there in this size."""
+        """None if there is no entry of this name and size."""
         start, count = self._index.get(name, (0, -1))
         return self._memory[start : start + count] if count == num_bytes else None
 
 
 class _NewFile:
-    """A file that is being written, by mapping it piece by piece. Nobody sees it before `finish`."""
+    """A file that is being written through mappings of its regions. Not visible to other processes before `finish`."""
 
     def __init__(self, file: IO[bytes], target: Path) -> None:
         self._file: IO[bytes] | None = file
@@ -134,38 +134,38 @@ class _NewFile:
         self._end = 0
         self._index: dict[str, tuple[int, int]] = {}
         self._maps: list[mmap.mmap] = []
-        self._preemption = torch.empty(0, dtype=torch.uint8)
-        """What is left of the last mapping."""
+        self._rest = torch.empty(0, dtype=torch.uint8)
+        """The unused part of the last mapping."""
 
     @classmethod
     def create(cls, target: Path) -> "_NewFile | None":
-        """None where no file can be written."""
+        """None if no file can be created."""
         try:
             return cls(tempfile.NamedTemporaryFile(dir=target.parent, prefix=".new-", delete=False), target)
         except OSError:
             return None
 
     def add(self, name: str, num_bytes: int) -> Tensor:
-        """OSError when there is no room: that is found out now, not by a signal when the memory is written."""
+        """Memory for a new entry. Raises OSError if the disk is full: here, not as a signal when it is written."""
         start = -(-self._end // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        room = self._preemption[start - self._end :]
-        if len(room) < num_bytes:
-            room = self._map(start, max(num_bytes, MAP_BYTES))
+        free = self._rest[start - self._end :]
+        if len(free) < num_bytes:
+            free = self._map(start, max(num_bytes, MAP_BYTES))
         self._index[name] = start, num_bytes
-        self._end, self._preemption = start + num_bytes, room[num_bytes:]
-        return room[:num_bytes]
+        self._end, self._rest = start + num_bytes, free[num_bytes:]
+        return free[:num_bytes]
 
     def _map(self, start: int, num_bytes: int) -> Tensor:
-        """Python keeps a descriptor for each mapping, so one serves for many parts."""
+        # Python keeps a file descriptor per mapping, so each mapping holds many entries.
         assert self._file is not None
         os.posix_fallocate(self._file.fileno(), start, num_bytes)
         self._maps.append(mmap.mmap(self._file.fileno(), num_bytes, access=mmap.ACCESS_WRITE, offset=start))
         return torch.frombuffer(self._maps[-1], dtype=torch.uint8)
 
     def finish(self) -> None:
-        """Everything is filled: write the index, and give the file its name once all of it is on the disk.
+        """Write the index, sync the file to disk and rename it to its target. All entries must be filled.
 
-        Does nothing where it was given up or holds nothing.
+        Does nothing if the file was discarded or is empty.
         """
         if self._file is None or not self._index:
             return
@@ -182,8 +182,8 @@ class _NewFile:
         os.fsync(self._file.fileno())
         self._temporary.rename(self._target)
 
-    def give_up(self) -> None:
-        """Close it; without `finish` nothing is left on the disk. Memory that was handed out stays."""
+    def discard(self) -> None:
+        """Close the file and remove it unless it was finished. Memory that was handed out stays valid."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -192,7 +192,7 @@ class _NewFile:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Whether this process alone may write it. The kernel frees the lock of one that dies."""
+    """Yield whether this process holds the lock for writing `path`. The kernel releases a dead process's lock."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_suffix(".lock").open("wb")
@@ -214,7 +214,7 @@ def _acquired(file: IO[bytes], path: Path) -> bool:
 
 
 def _remove_oldest(directory: Path) -> None:
-    """Nodes that have one of these mapped keep it until they end."""
+    # A node that has mapped a removed file keeps the mapping until it ends.
     files = sorted(directory.glob(f"*{SUFFIX}"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[KEPT_FILES:]:
         file.unlink(missing_ok=True)
@@ -222,7 +222,7 @@ def _remove_oldest(directory: Path) -> None:
 
 
 def _checksum(memory: Tensor, end: int) -> int:
-    """Of [0, end), in pieces, so that no copy is made; it also brings the pages in."""
+    """crc32 of [0, end), computed in chunks without a copy; as a side effect it loads the pages."""
     crc = 0
     for start in range(0, end, _CHUNK_BYTES):
         crc = zlib.crc32(memoryview(memory[start : min(start + _CHUNK_BYTES, end)].numpy()), crc)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The Qwen2 family (Qwen2, Qwen2.5): Llama with biases on query, key and value, never on the output projection."""
+"""The Qwen2 family (Qwen2, Qwen2.5): Llama with biases on query, key and value, but not on the output projection."""
 
 from dataclasses import replace
 
@@ -8,11 +8,10 @@ from kvferry.common.models.family import Family, HfSettings
 from kvferry.common.models.hf_settings import decoder_config, default_head_dim, layer_windows
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
-    """Windows as `layer_windows` reads them."""
-    settings = given.model
+def read_config(hf: HfSettings) -> TransformerConfig:
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=default_head_dim(settings),
         max_positions=settings.integer("max_position_embeddings"),

@@ -1,4 +1,4 @@
-"""The Qwen3 family: each head's query and key is normalised before it is rotated; a bias everywhere or nowhere."""
+"""The Qwen3 family: queries and keys are normalised per head before rotation; attention biases on all or none."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from kvferry.common.models.hf_settings import decoder_config, layer_windows
 _DEFAULT_HEAD_DIM = 128
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
-    """The head size does not follow from the hidden size; windows as `layer_windows` reads them."""
-    settings = given.model
+def read_config(hf: HfSettings) -> TransformerConfig:
+    """The head size is independent of the hidden size."""
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=settings.integer("head_dim", _DEFAULT_HEAD_DIM),
         max_positions=settings.integer("max_position_embeddings"),

@@ -1,4 +1,4 @@
-"""The Qwen3-MoE family: Qwen3 whose MLPs are a choice of experts, in all layers or in some."""
+"""The Qwen3-MoE family: Qwen3 with experts in place of the MLP, in all layers or in some."""
 
 from dataclasses import replace
 
@@ -11,11 +11,10 @@ from kvferry.common.models.moe import check_experts
 from kvferry.common.models.settings import Settings
 
 
-def read_config(given: HfSettings) -> TransformerConfig:
-    """A window, where there is one, is for all layers."""
-    settings = given.model
+def read_config(hf: HfSettings) -> TransformerConfig:
+    settings = hf.model
     config = decoder_config(
-        given,
+        hf,
         num_kv_heads=settings.integer("num_key_value_heads"),
         head_dim=default_head_dim(settings),
         max_positions=settings.integer("max_position_embeddings"),
@@ -32,7 +31,8 @@ def read_config(given: HfSettings) -> TransformerConfig:
 
 
 def _windows(settings: Settings, num_layers: int) -> tuple[int, ...]:
-    """`max_window_layers` says nothing without a window; with one, implementations do not agree on what it says."""
+    """One window for all layers. `max_window_layers` has no effect without a window; with one, implementations differ
+    in its meaning, so only 0 is accepted."""
     if not settings.flag("use_sliding_window"):
         settings.ignore("sliding_window", "max_window_layers")
         return ()
@@ -42,12 +42,12 @@ def _windows(settings: Settings, num_layers: int) -> tuple[int, ...]:
 
 def _experts(settings: Settings, num_layers: int) -> MoeConfig:
     settings.ignore("output_router_logits", "router_aux_loss_coef")
-    # The library writes the one name, the published files have the other.
+    # transformers writes one of these names, published files have the other.
     name = "num_experts" if settings.has("num_experts") else "num_local_experts"
     dense = settings.get("mlp_only_layers") or []
     every = settings.integer("decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in dense):
-        raise ModelLoadError(f"config.json: mlp_only_layers must be a list of layers, found {dense!r}")
+        raise ModelLoadError(f"config.json: mlp_only_layers must be a list of layer indices, found {dense!r}")
     moe = MoeConfig(
         layers=tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % every == 0),
         num_experts=settings.integer(name),

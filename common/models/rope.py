@@ -1,9 +1,7 @@
-"""Rotary frequencies: default, linear, llama3 and yarn stretching. Others are refused by name.
+"""Rotary embedding: frequencies with default, linear, llama3 or yarn scaling; refuses other types by name.
 
 Formulas as published with the models: linear (position interpolation, arXiv:2306.15595), llama3 (Meta's Llama 3.1
-release), yarn (arXiv:2309.00071).
-
-What all layers share in one step of a model.
+release), yarn (arXiv:2309.00071). Also defines `ModelStep`, the per-step inputs that all layers have in common.
 """
 
 import math
@@ -14,13 +12,13 @@ import torch
 from torch import Tensor
 
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.models.config import RopeConfig
 from kvferry.common.models.settings import Settings
 
 
 def rope_from_settings(values: Mapping[str, object], theta: float, max_positions: int, where: str) -> RopeConfig:
-    """A rope configuration from HuggingFace's `rope_scaling` or `rope_parameters` object (may be empty)."""
+    """Read HuggingFace's `rope_scaling` or `rope_parameters` object, which may be empty."""
     settings = Settings(values, where)
     theta = settings.number("rope_theta", theta)
     kind = settings.text("rope_type", settings.text("type", "default"))
@@ -52,7 +50,7 @@ def _yarn(settings: Settings, theta: float, max_positions: int) -> RopeConfig:
     original = settings.integer("original_max_position_embeddings", max_positions)
     mscale, mscale_all_dim = settings.number("mscale", 0.0), settings.number("mscale_all_dim", 0.0)
     if (mscale == 0.0) != (mscale_all_dim == 0.0):
-        # One without the other is read differently by different implementations.
+        # Implementations differ in how they read one without the other.
         raise settings.unsupported("mscale without mscale_all_dim, or the reverse", mscale or mscale_all_dim)
     by_default = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim) if mscale else _magnitude(factor, 1.0)
     return RopeConfig(
@@ -72,7 +70,7 @@ def _magnitude(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None = None) -> Tensor:
-    """[head_dim / 2] float32, radians per position. `factors` [head_dim / 2] divide them (GGUF's rope_freqs)."""
+    """[head_dim / 2] float32, radians per position. `factors` [head_dim / 2] (GGUF's rope_freqs) divide them."""
     base = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     if rope.type == "linear":
         base = base / rope.factor
@@ -83,12 +81,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factors: Tensor | None 
     if factors is None:
         return base
     if factors.shape != base.shape:
-        raise ModelLoadError(f"rope factors have shape {tuple(factors.shape)}, wanted {tuple(base.shape)}")
+        raise ModelLoadError(f"rope factors have shape {tuple(factors.shape)}, expected {tuple(base.shape)}")
     return base / factors.float()
 
 
 def cos_sin(positions: Tensor, frequencies: Tensor, attention_factor: float) -> tuple[Tensor, Tensor]:
-    """positions [T], frequencies [D / 2] -> cos and sin [T, D] float32, the halves alike."""
+    """positions [T], frequencies [D / 2] -> cos and sin [T, D] float32, both halves equal."""
     angles = positions.float()[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos(), angles.sin()
@@ -98,7 +96,7 @@ def cos_sin(positions: Tensor, frequencies: Tensor, attention_factor: float) -> 
 
 
 def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones left, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, blend in between."""
     wavelengths = 2 * math.pi / base
     longest_kept = rope.original_max_position_embeddings / rope.high_freq_factor
     shortest_stretched = rope.original_max_position_embeddings / rope.low_freq_factor
@@ -111,7 +109,7 @@ def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn_frequencies(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
-    """A ramp over the dimensions between those that turn often (kept) and those that turn seldom (stretched)."""
+    """A ramp over the dimensions from those that rotate often (kept) to those that rotate rarely (stretched)."""
 
     def dimension(turns: float) -> float:
         reach = rope.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -126,7 +124,7 @@ def _yarn_frequencies(base: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """T tokens of a ragged batch."""
+    """The inputs that all layers have in common in one step of T tokens."""
 
     cos: Tensor
     """[T, rotated size] float32, like `sin`."""

@@ -1,6 +1,6 @@
-"""A checkpoint's settings with typed access that remembers what was asked for; what nobody asked for is refused.
+"""A checkpoint's settings with typed access that tracks which were read; `refuse_rest` refuses the others.
 
-So a setting that this project does not know cannot be ignored by accident. Does no IO.
+So a setting that the project does not know cannot be ignored by accident. Does no IO.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,11 @@ from kvferry.common.base.errors import ModelLoadError
 
 
 class Settings:
-    """A mapping of names to JSON-like values. `where` names it in messages, e.g. `config.json`."""
+    """A mapping of names to JSON-like values. `where` names the source in messages, e.g. `config.json`.
+
+    The typed getters return the default for an absent or null setting. They raise ModelLoadError if the value has the
+    wrong type, or if it is absent and there is no default.
+    """
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self._values = values
@@ -17,45 +21,44 @@ class Settings:
         self._used: set[str] = set()
 
     def get(self, name: str) -> object:
-        """The raw value or None; counts as used."""
+        """The raw value or None; marks the setting as read."""
         self._used.add(name)
         return self._values.get(name)
 
     def has(self, name: str) -> bool:
-        """Whether it is there, be it null."""
+        """Whether the setting is present, even if null; does not mark it as read."""
         return name in self._values
 
     def ignore(self, *names: str) -> None:
-        """These do not matter in this model, whatever they say."""
+        """Mark settings as read that have no effect on this model, whatever their values."""
         self._used.update(names)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """A positive whole number; without a default it must be there."""
+        """A positive integer."""
         value = self.get(name)
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._wrong(name, value, "a positive whole number")
+            raise self._wrong(name, value, "a positive integer")
         return value
 
     def whole_number(self, name: str, default: int) -> int:
-        """A whole number, zero or more."""
+        """An integer >= 0."""
         value = self.get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(name, value, "a whole number")
+            raise self._wrong(name, value, "an integer >= 0")
         return value
 
     def optional_integer(self, name: str) -> int | None:
-        """A whole number or None."""
+        """An integer or None."""
         value = self.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise self._wrong(name, value, "a whole number")
+            raise self._wrong(name, value, "an integer")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; without a default it must be there."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -64,7 +67,6 @@ class Settings:
         return float(value)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string; without a default it must be there."""
         value = self.get(name)
         if value is None and default is not None:
             return default
@@ -73,7 +75,6 @@ class Settings:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
         value = self.get(name)
         if value is None:
             return default
@@ -82,24 +83,21 @@ class Settings:
         return value
 
     def require(self, name: str, allowed: Iterable[object]) -> None:
-        """Refuse any value but those allowed; an absent one and null are fine."""
+        """Refuse any value but those allowed; absent and null are accepted."""
         value = self.get(name)
         if value is not None and value not in tuple(allowed):
             raise self.unsupported(name, value)
 
     def refuse_rest(self, harmless: Iterable[str], harmless_prefixes: tuple[str, ...] = ()) -> None:
-        """Refuse every setting that was not asked for, is not known as harmless, and says something.
-
-        null, false, and empty values say nothing.
-        """
+        """Refuse every setting that was not read, is not harmless, and is not null, false or empty."""
         known = self._used.union(harmless)
         for name, value in self._values.items():
-            says_nothing = value is None or value is False or value in ((), [], {}, "")
-            if name not in known and not name.startswith(harmless_prefixes) and not says_nothing:
+            is_unset = value is None or value is False or value in ((), [], {}, "")
+            if name not in known and not name.startswith(harmless_prefixes) and not is_unset:
                 raise self.unsupported(name, value)
 
     def unsupported(self, name: str, value: object) -> ModelLoadError:
-        """The error for a setting that would change results."""
+        """The error to raise for a setting that would change results."""
         return ModelLoadError(f"{self._where}: {name} = {_short(value)} is not supported")
 
     def _wrong(self, name: str, value: object, wanted: str) -> ModelLoadError:

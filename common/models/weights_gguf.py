@@ -1,4 +1,4 @@
-"""Weights of a GGUF file, dequantised and renamed to HuggingFace's names, rows of q and k in HuggingFace's order."""
+"""Weights of a GGUF file: dequantised, under HuggingFace's names, with q and k rows in HuggingFace's order."""
 
 import math
 import mmap
@@ -38,11 +38,11 @@ _PER_LAYER = {
     "attn_k_norm": "self_attn.k_norm",
 }
 _ROWS_SHUFFLED = ("LlamaForCausalLM",)
-"""Architectures whose q and k rows llama.cpp's converter puts in another order than HuggingFace's."""
+"""Architectures whose q and k rows llama.cpp's converter reorders."""
 
 
 class GgufWeights:
-    """Implements WeightSource; a context manager, since it maps the file. Tensors come as float32."""
+    """Implements WeightSource; a context manager that maps the file while it is open. Tensors are float32."""
 
     def __init__(self, path: Path, header: GgufHeader, config: TransformerConfig) -> None:
         self._path = path
@@ -64,30 +64,29 @@ class GgufWeights:
             self._data = None
 
     def names(self) -> frozenset[str]:
-        """Every tensor, by HuggingFace name."""
         return frozenset(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there: GGUF's, reversed."""
         return tuple(self._tensors[name].shape[::-1])
 
     def get(self, name: str, part: Part | None = None) -> Tensor:
         """The tensor or a part of it as float32, its rows in HuggingFace's order.
 
-        Of a part along the rows no more is read; along another axis all is, for quantised blocks lie along it.
+        A part along the rows reads only these rows; a part along another axis reads everything, since quantised blocks
+        extend along the columns.
         """
         rows = slice(part.start, part.end) if part is not None and part.axis == 0 else slice(None)
         values = self._read(self._tensors[name], rows)
         projection = name.rsplit(".", 2)[-2] if name.count(".") >= 2 else ""
         if projection in self._heads:
-            # The order is each head's own, and parts consist of whole heads.
+            # Rows are reordered within each head, and parts consist of whole heads.
             heads = self._heads[projection] * len(values) // self.shape(name)[0]
             values = _in_half_split_order(values, heads)
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor if part is None or part.axis == 0 else part.cut(tensor)
 
     def _read(self, tensor: GgufTensor, rows: slice) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-        """Some rows, dequantised. The result shares nothing with the file."""
+        """Dequantise some rows. The result shares no memory with the file."""
         if self._data is None:
             raise ModelLoadError(f"{self._path} is not open")
         try:
@@ -95,7 +94,7 @@ class GgufWeights:
             per_block, block_bytes = GGML_QUANT_SIZES[kind]
             shape = tensor.shape[::-1]
             row_bytes = shape[-1] // per_block * block_bytes
-            if len(shape) == 1:  # its one row holds all of it
+            if len(shape) == 1:  # one row holds the whole tensor
                 shape = (1, *shape)
             first, last, _ = (slice(None) if len(tensor.shape) == 1 else rows).indices(shape[0])
             each = row_bytes * math.prod(shape[1:-1])
@@ -118,13 +117,13 @@ _PLAIN_TYPES = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: 
 def _in_half_split_order(
     values: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", heads: int
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-    """Undo the row order for interleaved rotary pairs that llama.cpp's converter applies: (2 j, 2 j + 1) -> halves."""
+    """Undo llama.cpp's row order for interleaved rotary pairs: (2 j, 2 j + 1) -> halves."""
     rows = values.shape[0]
     return values.reshape(heads, rows // heads // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _hf_name(name: str) -> str:
-    """HuggingFace's name; an unknown one stays as it is and is refused as left over."""
+    """HuggingFace's name; an unknown name is returned unchanged and later refused as left over."""
     if name in _WHOLE:
         return _WHOLE[name]
     parts = name.split(".")

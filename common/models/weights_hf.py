@@ -1,4 +1,4 @@
-"""Weights of a HuggingFace directory: model.safetensors, or shards with an index. Maps files, copies nothing."""
+"""Weights of a HuggingFace directory: model.safetensors, or shards with an index. Maps the files without copying."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvferry.common.models.weights import Part
 
 
 class HfWeights:
-    """Implements WeightSource; a context manager, since it holds mapped files open."""
+    """Implements WeightSource; a context manager that maps the files while it is open."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -38,15 +38,13 @@ class HfWeights:
         self._stack.close()
 
     def names(self) -> frozenset[str]:
-        """Every tensor of every shard."""
         return frozenset(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that is there."""
         return tuple(self._file_of[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def get(self, name: str, part: Part | None = None) -> Tensor:
-        """The tensor or a part of it on the host, in its own dtype; no more of the file is read."""
+        """The tensor or a part of it, on the host in its own dtype; reads only that part of the file."""
         file = self._file_of[name]
         if part is None:
             tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]

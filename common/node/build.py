@@ -1,22 +1,16 @@
 """Composes a node from a loaded model and its settings. Decides nothing and does no IO of its own."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from kvferry.common.base.clock import Clock
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.ids import new_incarnation
 from kvferry.common.cluster.clients import ClientTable
 from kvferry.common.cluster.events import Event
-from kvferry.common.cluster.node_core import (
-    NodeCore,
-    NodeIdentity,
-)
-from kvferry.common.cluster.node_role import NodeRole
+from kvferry.common.cluster.node_core import NodeCore, NodeIdentity, make_node_core
+from kvferry.common.cluster.node_role import MakeRoles, RoleContext
 from kvferry.common.config.endpoints import endpoint_of_rank
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
@@ -48,7 +42,6 @@ from kvferry.common.node.memory import (
 from kvferry.common.node.shell import NodeParts, NodeShell
 from kvferry.common.parallel.collectives import ALONE
 from kvferry.common.protocol.model_info import (
-    Compatibility,
     ModelInfo,
 )
 from kvferry.common.ranks.kv import RankedKvMover
@@ -57,26 +50,6 @@ from kvferry.common.ranks.team import RankTeam
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.common.transport.context import TransportContext
-
-
-@dataclass(frozen=True, slots=True)
-class RoleContext:
-    """What a role is built from, apart from its own tables."""
-
-    incarnation: Incarnation
-    name: str
-    scheduler: Scheduler
-    timers: Timers
-    limits: Limits
-    shape: KvShape
-    compatibility: Compatibility
-    num_blocks: int
-    block_size: int
-    num_staging_slots: int
-    """Slots of this node that one-sided transports may write into."""
-    staging_host: str
-    """Prefix of the staging places of other nodes that this process can write into; empty: none."""
-    clients: Callable[[], ClientTable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +63,6 @@ class NodeEnvironment:
     limits: Limits
     wrap_runner: Callable[[StepRunner], StepRunner] = lambda runner: runner
     """For tests that pause the engine at chosen points."""
-
-
-MakeRoles = Callable[[RoleContext], Sequence[NodeRole]]
 
 
 class NodeBuilder:
@@ -207,7 +177,7 @@ class NodeBuilder:
             vocab_size=info.vocab_size,
             max_step_tokens=settings.max_step_tokens,
             max_running=settings.max_running,
-            max_steps_in_flight=settings.steps_in_flight or (1 if self._device.name == "cpu" else 2),
+            max_steps_in_flight=settings.steps_in_flight or self._device.default_steps_in_flight,
             aging_s=timers.aging_s,
             max_preempt=limits.max_preempt,
             swap_wait_s=timers.swap_wait_s,
@@ -229,21 +199,20 @@ class NodeBuilder:
             staging=(staging_place,) if staging_place else (),
         )
         context = RoleContext(
-            incarnation=self.incarnation,
+            self_id=self.incarnation,
             name=settings.name,
+            compatibility=compatibility,
             scheduler=scheduler,
             timers=environment.timers,
             limits=environment.limits,
             shape=KvShape(cache.num_layers, cache.bytes_per_token // cache.num_layers),
-            compatibility=compatibility,
+            clients=ClientTable(environment.timers),
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
             num_staging_slots=settings.staging_slots if settings.lends_slots else 0,
             staging_host=host_prefix() if settings.uses_shm else "",
-            clients=lambda: core.clients,
         )
-        core: NodeCore = NodeCore(identity, environment.timers, scheduler, self._make_roles(context))
-        return core
+        return make_node_core(identity, context, self._make_roles)
 
     def _kv_endpoints(self, rank_0: str) -> tuple[str, ...]:
         bound = (rank_0, *(() if self._team is None else self._team.kv_endpoints))

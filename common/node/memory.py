@@ -11,21 +11,21 @@ from kvferry.common.models.footprint import Footprint
 
 _MIB = 1 << 20
 _SWAP_SHARE = 0.1
-"""Default swap space on an accelerator's host, as a share of the rank's KV cache."""
+"""Default swap space of a device with its own memory, as a share of the rank's KV cache."""
 
 
 def check_memory_fits(footprint: Footprint, settings: NodeSettings, device: Device) -> None:
     """Raises ConfigError when the node does not fit into the device's free memory or into its configured share.
 
-    On a CPU all ranks of the node share one memory and are counted together. On an accelerator a KV cache without a
-    configured size takes what is left, so it counts as 0.
+    Ranks in host memory share it, and are counted together. On a device with its own memory a KV cache without a
+    configured size takes the rest, so it counts as 0.
     """
-    on_cpu = device.name == "cpu"
-    ranks_here = settings.tensor_parallel if on_cpu else 1
-    cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if on_cpu else 0)
+    in_host_memory = device.shares_host_memory
+    ranks_here = settings.tensor_parallel if in_host_memory else 1
+    cache = settings.kv_cache_bytes or (settings.kv_cache_bytes_on_cpu if in_host_memory else 0)
     cache = cache * ranks_here // settings.tensor_parallel
     weights = footprint.weights * ranks_here
-    swap = settings.swap_bytes or 0 if on_cpu else 0  # an accelerator swaps to the host's memory, not to its own
+    swap = settings.swap_bytes or 0 if in_host_memory else 0  # otherwise swap takes another memory than the cache
     computing = footprint.computing(settings.max_step_tokens, settings.max_running)
     model = weights + max(footprint.loading, computing) * ranks_here
     free = device.memory_info()[0]
@@ -39,7 +39,7 @@ def check_memory_fits(footprint: Footprint, settings: NodeSettings, device: Devi
             f"on {device.torch_device}; {cure}"
         )
     share = settings.model_memory_bytes
-    if on_cpu and share is not None and model > share:
+    if in_host_memory and share is not None and model > share:
         raise ConfigError(
             f"node.model_memory_bytes: this node needs {_mib(model)} MiB in addition to its KV cache ({parts}), but "
             f"may take {_mib(share)} MiB, the share of each node of this host; {cure}, or run fewer nodes"
@@ -49,11 +49,11 @@ def check_memory_fits(footprint: Footprint, settings: NodeSettings, device: Devi
 def kv_cache_bytes(settings: NodeSettings, device: Device, free_bytes: int) -> int:
     """Size of one rank's KV cache.
 
-    As configured; by default a share of the host's memory on a CPU, and the free memory less the reserve on an
-    accelerator.
+    As configured; by default a share of host memory for a device that computes in it, otherwise the device's free
+    memory less the reserve.
     """
     num_bytes = settings.kv_cache_bytes
-    if num_bytes is None and device.name == "cpu":
+    if num_bytes is None and device.shares_host_memory:
         num_bytes = settings.kv_cache_bytes_on_cpu
     if num_bytes is None:
         return int(free_bytes * (1 - settings.device_reserve_share))
@@ -63,11 +63,12 @@ def kv_cache_bytes(settings: NodeSettings, device: Device, free_bytes: int) -> i
 def swap_bytes(settings: NodeSettings, device: Device, cache_bytes: int) -> int:
     """Size of one rank's swap space on the host.
 
-    As configured; by default 0 on a CPU, and a tenth of the rank's KV cache on an accelerator, up to swap_bytes_most.
+    As configured; by default 0 for a device that computes in host memory, otherwise a tenth of the rank's KV cache, at
+    most swap_bytes_most.
     """
     if settings.swap_bytes is not None:
         return settings.swap_bytes // settings.tensor_parallel
-    if device.name == "cpu":
+    if device.shares_host_memory:
         return 0
     return min(int(cache_bytes * _SWAP_SHARE), settings.swap_bytes_most // settings.tensor_parallel)
 

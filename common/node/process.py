@@ -16,13 +16,14 @@ from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.cluster.node_role import MakeRoles
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import NodeSettings, resolve_node
 from kvferry.common.config.schema import ClusterConfig, NodeKind
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.device.select import select_device
 from kvferry.common.models.load import DtypeName, load_model
-from kvferry.common.node.build import MakeRoles, NodeBuilder, NodeEnvironment
+from kvferry.common.node.build import NodeBuilder, NodeEnvironment
 from kvferry.common.node.control_thread import ControlThread, drain_on_signals
 from kvferry.common.node.identity import advertised_endpoint
 from kvferry.common.node.memory import check_memory_fits

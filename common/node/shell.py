@@ -235,7 +235,7 @@ class NodeShell:
                 self._send(peer, message)
             case RunStep(batch):
                 self._engine.submit(batch)
-            case SendPiece(_, piece, block_table, slots):
+            case SendPiece(piece, block_table, slots):
                 self._kv.send(piece, block_table, slots)
             case StopPieces(key):
                 self._kv.stop(key)

@@ -7,7 +7,7 @@ all-reduce and one all-gather per step. The all-reduce is exact: all parts of a 
 from torch import Tensor
 from torch.nn import functional
 
-from kvferry.common.device.base import Linear
+from kvferry.common.device.ops import Linear
 from kvferry.common.parallel.collectives import Collectives
 
 

@@ -2,10 +2,10 @@
 
 A message is a header (JSON on the wire) plus raw frames: the fields named in `RAW_FIELDS` never pass through JSON.
 Unknown header keys are ignored within a protocol version, so fields with a default may be added; a change of
-meaning raises `PROTOCOL_VERSION`. Times on the wire are remaining milliseconds, never points in time.
+meaning raises `PROTOCOL_VERSION`. Times on the wire are remaining milliseconds, never points in time. What a message
+says of a request itself is one `RequestSpec`.
 """
 
-from array import array
 from typing import ClassVar, Literal
 
 import msgspec
@@ -20,7 +20,6 @@ from kvferry.common.base.ranges import (
     Milliseconds,
     Pieces,
     Positions,
-    Priority,
     TokenId,
     Uint32,
 )
@@ -28,13 +27,10 @@ from kvferry.common.protocol.model_info import (
     Compatibility,
     ModelInfo,
 )
-from kvferry.common.protocol.sampling_params import SamplingParams
+from kvferry.common.protocol.request_spec import RequestSpec
 
-PROTOCOL_VERSION = 1
-"""1: first version."""
-
-TokenIds = array
-"""`array('I')`: token ids as they are on the wire, little-endian uint32."""
+PROTOCOL_VERSION = 2
+"""1: first version. 2: a request's facts nest as one RequestSpec; the field's names; Commit without token_index."""
 
 RoleName = Literal["prefill", "decode"]
 ClientKind = Literal["worker", "prefill"]
@@ -62,7 +58,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     waiting_requests: Count = 0
     waiting_tokens: Count = 0
-    """Prompt tokens not yet computed, queued or under way."""
+    """Prompt tokens not yet computed, queued or in progress."""
     running_requests: Count = 0
     total_blocks: Count = 0
     free_blocks: Count = 0
@@ -76,16 +72,16 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: Count = 0
     """Total since start."""
     swaps: Count = 0
-    """Total since start: sequences that went to the host's memory for want of blocks."""
+    """Total since start: sequences swapped to host memory because blocks ran out."""
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """Node -> everyone, through the proxies: this process life exists. Says nothing about its health."""
+    """Node -> all workers, through the proxies: this incarnation exists. Says nothing about its health."""
 
     TYPE: ClassVar[int] = 1
     name: str
     role: RoleName | Literal["colocated"]
-    """What it was started as; `colocated` has both roles. Welcome has the word that counts."""
+    """What it was started as; `colocated` has both roles. Welcome.roles is authoritative."""
     model: str
     endpoint: str
 
@@ -117,41 +113,42 @@ class Welcome(Message, frozen=True, kw_only=True):
 
 
 class HelloRefused(Message, frozen=True, kw_only=True):
-    """Node -> client: no link, and which field is to blame."""
+    """Node -> client: no link, and the field that differs."""
 
     TYPE: ClassVar[int] = 4
     reason: str
 
 
 class WrongIncarnation(Message, frozen=True, kw_only=True):
-    """Node -> client: your `to` names another process life; the sender of this is who lives here now."""
+    """Node -> client: your `to` names another incarnation; the sender of this is the one that runs here now."""
 
     TYPE: ClassVar[int] = 5
 
 
 class WantedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One line of the list of what a client wants on a node."""
+    """One request that a client wants on a node."""
 
     request_id: RequestId
     attempt: Count
     next_index: Positions
     """First output index that the worker lacks (0 for a prefill client)."""
     expected: bool
-    """`you should have it`: answered with its state."""
+    """The client expects the node to have it: answered with its state."""
     resend: bool = False
-    """Tokens from next_index on shall be sent again: a gap was seen."""
+    """The worker saw a gap: send the tokens from next_index on again."""
     generation: Count = 0
     """Prefill clients only: which Reserve of the attempt."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Client -> node, every `heartbeat_s`: all that the client wants there. What is absent and old enough is freed."""
+    """Client -> node, every `heartbeat_s`: the set of all that the client wants there. The node frees what is not in
+    it and not newer than it."""
 
     TYPE: ClassVar[int] = 6
     heartbeat_no: Count
     as_of: Count
-    """Highest placement_no (workers) or transfer_no (prefill nodes) given out when the list was made."""
-    entries: tuple[WantedRequest, ...] = ()
+    """Highest placement_no (workers) or transfer_no (prefill nodes) given out when the set was made."""
+    wanted: tuple[WantedRequest, ...] = ()
     last: bool = False
     """The client exits in order; nothing comes after this."""
 
@@ -168,9 +165,9 @@ class Status(Message, frozen=True, kw_only=True):
     work_waiting: bool = False
     load: NodeLoad = NodeLoad()
     link_seq: Count = 0
-    """Number of the last Tokens message sent to this client: a lost last one is seen."""
+    """Number of the last Tokens message sent to this client: shows that the last one was lost."""
     progress_no: Count = 0
-    """Changes while a step comes further that takes long."""
+    """Changes while a long step makes progress."""
 
 
 class Job(Message, frozen=True, kw_only=True):
@@ -180,22 +177,12 @@ class Job(Message, frozen=True, kw_only=True):
     request_id: RequestId
     attempt: Count
     placement_no: Count
-    model: str
-    prompt_token_ids: "array[int]"
-    output_token_ids: "array[int]"
-    """Ids that earlier attempts produced and the worker holds; they count towards max_new_tokens."""
-    sampling: SamplingParams
-    priority: Priority
-    """1 (first) to 5."""
+    spec: RequestSpec
     remaining_ms: Milliseconds
     waited_ms: Milliseconds
-    """Since the router accepted the request: keeps its place over retries and re-plans."""
+    """Since the router accepted the request: keeps its place in queues over all attempts."""
     candidates: tuple[Candidate, ...]
     """Best first, at most three. Empty: finish it where it is."""
-    times_preempted: Count = 0
-    """How often decode nodes gave this request back."""
-    trace: str = ""
-    """W3C traceparent, empty for none."""
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -208,7 +195,7 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class Gone(Message, frozen=True, kw_only=True):
-    """Node -> worker: nothing is held for this attempt."""
+    """Node -> worker: this node holds nothing for this attempt."""
 
     TYPE: ClassVar[int] = 10
     request_id: RequestId
@@ -227,7 +214,7 @@ class FirstToken(Message, frozen=True, kw_only=True):
     token_id: TokenId
     finish: FinishReason | None = None
     cached_tokens: Positions = 0
-    """Prompt tokens that the prefix cache spared."""
+    """Prompt tokens whose KV the prefix cache had."""
 
 
 class HandedOver(Message, frozen=True, kw_only=True):
@@ -240,44 +227,39 @@ class HandedOver(Message, frozen=True, kw_only=True):
 
 
 class HandoverFailed(Message, frozen=True, kw_only=True):
-    """Prefill -> worker: this attempt goes no further here."""
+    """Prefill -> worker: this attempt has ended here without a hand-over."""
 
     TYPE: ClassVar[int] = 13
     request_id: RequestId
     attempt: Count
     reason: str
     """no_room, draining, deadline, generation, lost, overloaded, ..."""
-    held: bool = False
-    """The computed KV is kept a while for a next attempt at this node."""
+    retained: bool = False
+    """The node retains the computed KV for a while, for a next attempt there."""
     commit_sent: bool = False
     decode: Incarnation | None = None
-    """The decode node that it failed with."""
+    """The decode node that the hand-over failed with."""
     retryable: bool = True
     detail: str = ""
 
 
 class Reserve(Message, frozen=True, kw_only=True):
-    """Prefill -> decode: keep room for this request. Carries all that decoding needs besides the KV."""
+    """Prefill -> decode: reserve blocks for this request. Carries all that decoding needs besides the KV."""
 
     TYPE: ClassVar[int] = 14
     key: TransferKey
     transfer_no: Count
     placement_no: Count
     worker: Incarnation
-    prompt_token_ids: "array[int]"
-    output_token_ids: "array[int]"
-    sampling: SamplingParams
-    priority: Priority
+    spec: RequestSpec
     remaining_ms: Milliseconds
     waited_ms: Milliseconds
-    times_preempted: Count = 0
-    trace: str = ""
     staged: bool = False
     """The sender can write into the receiver's staging slots."""
 
 
 class Granted(Message, frozen=True, kw_only=True):
-    """Decode -> prefill: blocks are reserved; KV is lacked from `first_token` on."""
+    """Decode -> prefill: blocks are reserved; send KV from `first_token` on."""
 
     TYPE: ClassVar[int] = 15
     key: TransferKey
@@ -288,14 +270,14 @@ class Granted(Message, frozen=True, kw_only=True):
 
 
 class Queued(Message, frozen=True, kw_only=True):
-    """Decode -> prefill: no room now, but it is noted; an answer follows."""
+    """Decode -> prefill: no room now; the reservation waits in a queue, and an answer follows."""
 
     TYPE: ClassVar[int] = 16
     key: TransferKey
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """Decode -> prefill: not here."""
+    """Decode -> prefill: this node does not take the request."""
 
     TYPE: ClassVar[int] = 17
     key: TransferKey
@@ -325,10 +307,10 @@ class Piece(Message, frozen=True, kw_only=True):
 
 
 class Credit(Message, frozen=True, kw_only=True):
-    """Decode -> prefill on the KV link: this one has been taken in, another may come.
+    """Decode -> prefill on the KV link: one piece was written or dropped, another may come.
 
-    `slot` is the piece's number: it was written or dropped, its bytes no longer count against the sender's window for
-    this peer, and the staging slot that it named, if any, may be written again.
+    `slot` is the piece's number: its bytes no longer count against the sender's window for this peer, and the staging
+    slot that it named, if any, may be written again.
     """
 
     TYPE: ClassVar[int] = 19
@@ -337,7 +319,7 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class Commit(Message, frozen=True, kw_only=True):
-    """Prefill -> decode: the request is yours once all pieces are there. Repeated until answered."""
+    """Prefill -> decode: you own the request once all pieces have arrived. Repeated until answered."""
 
     TYPE: ClassVar[int] = 20
     key: TransferKey
@@ -347,12 +329,10 @@ class Commit(Message, frozen=True, kw_only=True):
     num_tokens: Positions
     """Positions 0 .. num_tokens - 1 have KV; the token below has none yet."""
     token_id: TokenId
-    """The token at position num_tokens to go on from."""
-    token_index: Positions
-    """Its output index."""
+    """The token at position num_tokens, from which decoding continues."""
     cached_tokens: Positions = 0
     waiting: tuple[Pieces, ...] = ()
-    """Said again after Committed: these of the pieces that it lacks still wait to be sent."""
+    """In a repeated Commit after Committed: pieces that the receiver lacks and that still wait to be sent."""
 
 
 class Committed(Message, frozen=True, kw_only=True):
@@ -361,13 +341,13 @@ class Committed(Message, frozen=True, kw_only=True):
     TYPE: ClassVar[int] = 21
     key: TransferKey
     complete: bool = True
-    """Every piece is there and right: the sender's blocks may be let go."""
+    """Every piece arrived undamaged: the sender may release its blocks."""
     missing: tuple[Pieces, ...] = ()
     """Numbers of pieces to send again."""
 
 
 class CommitRefused(Message, frozen=True, kw_only=True):
-    """Decode -> prefill: not owned and never will be under this key."""
+    """Decode -> prefill: this node does not own the request and never will under this key."""
 
     TYPE: ClassVar[int] = 22
     key: TransferKey
@@ -375,16 +355,16 @@ class CommitRefused(Message, frozen=True, kw_only=True):
 
 
 class Abort(Message, frozen=True, kw_only=True):
-    """Prefill -> decode: give the reservation back. Never touches a committed request."""
+    """Prefill -> decode: release the reservation. Never touches a committed request."""
 
     TYPE: ClassVar[int] = 23
     key: TransferKey
     stopped: bool = True
-    """No write for this key is under way or will come."""
+    """No write for this key is in progress or will come."""
 
 
 class Revoke(Message, frozen=True, kw_only=True):
-    """Decode -> prefill: the grant is taken back; answered by Abort."""
+    """Decode -> prefill: the grant is revoked; answered by Abort."""
 
     TYPE: ClassVar[int] = 24
     key: TransferKey
@@ -412,30 +392,32 @@ class Tokens(Message, frozen=True, kw_only=True):
     entries: tuple[TokensEntry, ...]
 
 
-RAW_FIELDS: dict[type[Message], tuple[str, ...]] = {
-    Job: ("prompt_token_ids", "output_token_ids"),
-    Reserve: ("prompt_token_ids", "output_token_ids"),
+RAW_FIELDS: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    RequestSpec: ("prompt_token_ids", "output_token_ids"),
     Piece: ("data",),
 }
 """Fields that travel as raw frames after the header, in this order."""
 
+NESTED_SPEC: dict[type[Message], str] = {Job: "spec", Reserve: "spec"}
+"""Messages whose raw frames are those of a nested RequestSpec, and its field."""
+
 MESSAGE_TYPES: dict[int, type[Message]] = {
     cls.TYPE: cls
     for cls in (
-        Announce, Hello, Welcome, HelloRefused, WrongIncarnation, Heartbeat, Status, Job, Cancel, Gone, FirstToken, HandedOver,
-        HandoverFailed, Reserve, Granted, Queued, Refused, Piece, Credit, Commit, Committed, CommitRefused, Abort,
-        Revoke, Tokens,
+        Announce, Hello, Welcome, HelloRefused, WrongIncarnation, Heartbeat, Status, Job, Cancel, Gone, FirstToken,
+        HandedOver, HandoverFailed, Reserve, Granted, Queued, Refused, Piece, Credit, Commit, Committed, CommitRefused,
+        Abort, Revoke, Tokens,
     )
 }  # fmt: skip
 
 
 CLIENT_SPEAKS = (Hello, Heartbeat, Job, Cancel, Reserve, Commit, Abort)
-"""What the client of a link says; everything else is said by its node. Two nodes with both roles are one another's
-clients, so the peer alone does not tell which way a message goes."""
+"""What the client of a link sends; everything else its node sends. Two nodes with both roles are clients of each other,
+so the peer alone does not show which way a message goes."""
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """A message with the two process lives it concerns. `receiver` is empty where it is not known yet (Hello)."""
+    """A message with the two incarnations it concerns. `receiver` is empty where it is not known yet (Hello)."""
 
     sender: Incarnation
     receiver: Incarnation

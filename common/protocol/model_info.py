@@ -1,4 +1,4 @@
-"""What a node tells about its model: enough for a router to check requests and for peers to compare. Plain data."""
+"""What a node publishes about its model: enough for a router to check requests and for peers to compare. Plain data."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def strictest(models: Sequence[ModelInfo]) -> ModelInfo:
-    """What each of these takes: the first one, with the least of their limits."""
+    """The limits that all of these models accept: the first one with the least of their limits."""
     return msgspec.structs.replace(
         models[0],
         vocab_size=min(model.vocab_size for model in models),
@@ -36,7 +36,7 @@ def strictest(models: Sequence[ModelInfo]) -> ModelInfo:
 
 
 TokenSource = tuple[str, str]
-"""Digest of the weights and the dtype: what decides which tokens follow which."""
+"""Digest of the model and the dtype: equal sources continue a stream with the same tokens."""
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,10 +52,16 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: Count
     tensor_parallel: Count = 1
     """Rank i sends to rank i."""
+    weights: str = ""
+    """Version of the weights: a digest of their files. Part of `model` too; by itself it says what differs."""
+    cache_salt: str = ""
+    """Part of the identity of all prefix blocks of the node. Empty: none (none yet)."""
+    adapter: str = ""
+    """Name of the adapter that is served. Empty: none (none yet)."""
 
     @property
     def token_source(self) -> TokenSource:
-        """A stream may go on wherever this is the same; the rest is only how the KV lies and is cut."""
+        """A stream may continue on any node with the same source; the other fields describe how the KV is laid out."""
         return self.model, self.kv_dtype
 
     def difference(self, other: "Compatibility") -> str | None:

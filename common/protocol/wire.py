@@ -18,7 +18,16 @@ import orjson
 from kvferry.common.base.errors import ProtocolError
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits
-from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Envelope, Message, Piece
+from kvferry.common.protocol.messages import (
+    MESSAGE_TYPES,
+    NESTED_SPEC,
+    PROTOCOL_VERSION,
+    RAW_FIELDS,
+    Envelope,
+    Message,
+    Piece,
+)
+from kvferry.common.protocol.request_spec import RequestSpec
 
 Frame = bytes | memoryview
 """One frame of a message."""
@@ -27,7 +36,7 @@ _INCARNATION = re.compile(r"[0-9a-f]{32}")
 _HEAD_FRAMES = 2
 _ID_BYTES = 4
 _REASON_CHARS = 300
-"""A schema error may quote what the peer sent; a log line shall not grow with that."""
+"""A schema error may quote what the peer sent; a log line must not grow with that."""
 
 
 def encode(envelope: Envelope, limits: Limits) -> list[Frame]:
@@ -36,13 +45,14 @@ def encode(envelope: Envelope, limits: Limits) -> list[Frame]:
     kind = type(message)
     if MESSAGE_TYPES.get(kind.TYPE) is not kind:
         raise ProtocolError(f"{kind.__name__} is not a message of the protocol")
-    raw_names = RAW_FIELDS.get(kind, ())
-    header = _encode_header(envelope, raw_names)
+    header = _encode_header(envelope)
     if len(header) > limits.header_max_bytes:
         raise ProtocolError(f"{kind.__name__}: header of {len(header)} bytes, at most {limits.header_max_bytes} may be")
     frames: list[Frame] = [bytes((PROTOCOL_VERSION, kind.TYPE)), header]
-    if raw_names:
-        raw = [_raw_frame(getattr(message, name)) for name in raw_names]
+    nested = NESTED_SPEC.get(kind)
+    carrier = message if nested is None else getattr(message, nested)
+    if raw_names := _raw_names(kind):
+        raw = [_raw_frame(getattr(carrier, name)) for name in raw_names]
         _check_raw_size(kind, raw, limits)
         frames += raw
     return frames
@@ -55,8 +65,8 @@ def decode(frames: Sequence[Frame], limits: Limits) -> Envelope:
     """
     kind = _message_type(frames)
     raw = frames[_HEAD_FRAMES:]
-    if len(raw) != len(RAW_FIELDS.get(kind, ())):
-        raise ProtocolError(f"{kind.__name__}: {len(frames)} frames, expected {2 + len(RAW_FIELDS.get(kind, ()))}")
+    if len(raw) != len(_raw_names(kind)):
+        raise ProtocolError(f"{kind.__name__}: {len(frames)} frames, expected {_HEAD_FRAMES + len(_raw_names(kind))}")
     header = _parse_header(kind, frames[1], limits)
     sender = _incarnation(kind, header, "from")
     receiver = _incarnation(kind, header, "to") if header.get("to") != "" else Incarnation("")
@@ -66,18 +76,28 @@ def decode(frames: Sequence[Frame], limits: Limits) -> Envelope:
         fields = msgspec.structs.asdict(msgspec.convert(header, _header_type(kind)))
     except msgspec.ValidationError as error:
         raise ProtocolError(f"{kind.__name__}: header: {str(error)[:_REASON_CHARS]}") from None
-    fields.update(_decode_raw(kind, raw, limits))
+    decoded = _decode_raw(kind, raw, limits)
+    if (nested := NESTED_SPEC.get(kind)) is None:
+        fields.update(decoded)
+    else:
+        fields[nested] = RequestSpec(**msgspec.structs.asdict(fields[nested]), **decoded)
     return Envelope(sender, receiver, kind(**fields))
 
 
-def _encode_header(envelope: Envelope, raw_names: tuple[str, ...]) -> bytes:
-    if raw_names:
-        # Shallow, without the raw fields: those would be turned into base64 or refused.
-        fields = msgspec.structs.asdict(envelope.message)
-        for name in raw_names:
-            del fields[name]
+def _raw_names(kind: type[Message]) -> tuple[str, ...]:
+    return RAW_FIELDS.get(RequestSpec if kind in NESTED_SPEC else kind, ())
+
+
+def _encode_header(envelope: Envelope) -> bytes:
+    message = envelope.message
+    kind = type(message)
+    if (nested := NESTED_SPEC.get(kind)) is not None:
+        fields = msgspec.structs.asdict(message)
+        fields[nested] = _without_raw(fields[nested], RAW_FIELDS[RequestSpec])
+    elif kind in RAW_FIELDS:
+        fields = _without_raw(message, RAW_FIELDS[kind])
     else:
-        fields = msgspec.to_builtins(envelope.message)
+        fields = msgspec.to_builtins(message)
     fields["from"] = envelope.sender
     fields["to"] = envelope.receiver
     try:
@@ -85,6 +105,11 @@ def _encode_header(envelope: Envelope, raw_names: tuple[str, ...]) -> bytes:
     except orjson.JSONEncodeError as error:
         # A lone surrogate in a string, an integer beyond 64 bits: a client's input can lead here.
         raise ProtocolError(f"{type(envelope.message).__name__}: cannot be sent: {error}") from None
+
+
+def _without_raw(struct: msgspec.Struct, raw_names: tuple[str, ...]) -> dict[str, Any]:
+    """The fields, shallow. msgspec would turn the raw ones into base64, or refuse them."""
+    return {name: getattr(struct, name) for name in struct.__struct_fields__ if name not in raw_names}
 
 
 def _raw_frame(value: "array[int] | Frame") -> Frame:
@@ -141,7 +166,7 @@ def _decode_raw(kind: type[Message], raw: Sequence[Frame], limits: Limits) -> di
     _check_raw_size(kind, raw, limits)
     if kind is Piece:
         return {"data": raw[0]}
-    return {name: _decode_ids(kind, name, frame) for name, frame in zip(RAW_FIELDS[kind], raw, strict=True)}
+    return {name: _decode_ids(kind, name, frame) for name, frame in zip(_raw_names(kind), raw, strict=True)}
 
 
 def _check_raw_size(kind: type[Message], raw: Sequence[Frame], limits: Limits) -> None:
@@ -165,14 +190,17 @@ def _num_bytes(frame: Frame) -> int:
 
 
 @cache
-def _header_type(kind: type[Message]) -> type[msgspec.Struct]:
-    """The message's schema without its raw fields, which msgspec could not describe."""
+def _header_type(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """The schema of a message, or of a RequestSpec, without its raw fields, which msgspec could not describe."""
+    raw_names = RAW_FIELDS.get(kind, ())
     defaults = dict(zip(reversed(kind.__struct_fields__), reversed(kind.__struct_defaults__), strict=False))
     fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
     for name in kind.__struct_fields__:
-        if name in RAW_FIELDS[kind]:
+        if name in raw_names:
             continue
         annotation = kind.__annotations__[name]
+        if annotation is RequestSpec:
+            annotation = _header_type(RequestSpec)
         default = defaults.get(name, msgspec.NODEFAULT)
         fields.append((name, annotation) if default is msgspec.NODEFAULT else (name, annotation, default))
     return msgspec.defstruct(f"{kind.__name__}Header", fields, kw_only=True, frozen=True)

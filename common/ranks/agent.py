@@ -34,7 +34,7 @@ from kvferry.common.cluster.events import (
     PiecesStopped,
     SessionClosed,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
 )
 from kvferry.common.config.endpoints import endpoint_of_rank
 from kvferry.common.device.base import Device
@@ -235,7 +235,7 @@ class RankAgent:
                     self._fail(reason)
                 case PieceSent() | PiecesStopped() | KvSendFailed() | PieceArrived() | PieceBad():
                     self._send(report_of(event))
-                case LayersDone() | StepGoesOn() | StepDone():
+                case LayersDone() | StepProgressed() | StepDone():
                     pass  # rank 0 reports the progress and the result of its own part, which hold for every rank
                 case SessionClosed():
                     pass  # answers KvMover.close_session, which no message asks for: ranks have no staging slots

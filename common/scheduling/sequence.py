@@ -12,6 +12,7 @@ from typing import Literal
 
 from kvferry.common.base.errors import ConfigError, InvariantError
 from kvferry.common.kv.block_pool import AllocationMemo
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.events import FinishReason
 
@@ -126,6 +127,19 @@ class SequenceSpec:
     """How often decode gave this request back before. At max_preempt its blocks are reserved to the end."""
     tries: AllocationMemo = field(default_factory=AllocationMemo, init=False, compare=False, repr=False)
     """To get blocks for token_ids: who waits is tried again with every event, and its ids may be many."""
+
+    @classmethod
+    def of(cls, request: RequestSpec, *, accepted_at: float, mode: Mode) -> "SequenceSpec":
+        """The sequence of a request that this node computes."""
+        return cls(
+            token_ids=request.prompt_token_ids + request.output_token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            priority=request.priority,
+            accepted_at=accepted_at,
+            mode=mode,
+            times_preempted=request.times_preempted,
+        )
 
     @property
     def num_known(self) -> int:

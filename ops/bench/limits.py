@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.common.device.base import Ops
 from kvferry.common.device.cpu_linear import native_bfloat16
+from kvferry.common.device.ops import Ops
 from kvferry.common.device.quantize import WeightScheme, bits_per_weight
 from kvferry.common.models.config import TransformerConfig
 

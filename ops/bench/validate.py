@@ -20,8 +20,8 @@ import msgspec
 from kvferry.common.base.ids import new_request_id
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.ops.cli.numbers import positive
-from kvferry.router.http.document import read_document
 from kvferry.router.http.exchange import AsgiMessage, Exchange
+from kvferry.router.http.json_body.reader import read_json_body
 from kvferry.router.http.validation import check_infer
 
 CHUNK_BYTES = 65_536
@@ -81,11 +81,11 @@ async def check_once(body: bytes, num_ids: int, chunk_bytes: int = CHUNK_BYTES) 
         name="m", vocab_size=_VOCAB_SIZE, max_model_len=num_ids + 64, max_position_embeddings=num_ids + 64
     )
     exchange = Exchange({"headers": [(b"content-length", b"%d" % len(body))]}, receive, new_request_id(), 0.0)
-    document = await read_document(exchange, len(body), model.vocab_size)
+    decoded = await read_json_body(exchange, len(body), model.vocab_size)
     checked = check_infer(
-        document, model, max_input_length=num_ids, max_iter_times=16, request_id=exchange.request_id, seed=1
+        decoded, model, max_input_length=num_ids, max_iter_times=16, request_id=exchange.request_id, seed=1
     )
-    return len(checked.request.prompt_token_ids)
+    return len(checked.request.spec.prompt_token_ids)
 
 
 def measure(body: bytes, num_ids: int, rounds: int) -> Figures:

@@ -19,7 +19,6 @@ from kvferry.ops import model_store
 
 _MIB = 1 << 20
 _ENOUGH_MEMORY_BYTES = 4 << 30
-_DEVICE_FILES = {"npu": ("davinci[0-9]*",), "cuda": ("nvidia[0-9]*", "kfd")}
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
@@ -63,18 +62,18 @@ def python() -> Finding:
 def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
     """The devices nodes could compute on. The CPU alone is enough: an accelerator is missed where its files are."""
     try:
-        from kvferry.common.device.select import probe_devices
+        from kvferry.common.device.select import known_devices, load_backend
     except ImportError as error:
         yield Finding("devices", False, f"cannot be looked at: {error}")
         return
-    probes = probe_devices()
-    for probe in probes:
-        is_here = any(any(files.glob(pattern)) for pattern in _DEVICE_FILES.get(probe.name, ()))
+    for backend in map(load_backend, known_devices()):
+        probe = backend.probe()
+        is_here = any(any(files.glob(pattern)) for pattern in backend.device_files)
         if probe.available or is_here:
             yield Finding(f"device {probe.name}", probe.available, probe.detail)
         else:
             # What is missing to use one is of no use to who has none.
-            wanted = " or ".join(str(files / pattern) for pattern in _DEVICE_FILES[probe.name])
+            wanted = " or ".join(str(files / pattern) for pattern in backend.device_files)
             yield Finding(f"device {probe.name}", True, f"none in this machine: no {wanted}")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Message
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.ops.docs_build.states import states_page
 
 STATES = Path(__file__).parents[1] / "docs" / "states.md"
@@ -62,12 +63,18 @@ def _row(number: int, cls: type[Message]) -> str:
     return f"| {number} | {cls.__name__} | {text} | {', '.join(_field_names(cls)) or '-'} |"
 
 
-def _field_names(cls: type[Message]) -> list[str]:
+def _field_names(cls: type[msgspec.Struct]) -> list[str]:
     raw = RAW_FIELDS.get(cls, ())
     names, defaults = cls.__struct_fields__, cls.__struct_defaults__
     padded = (msgspec.NODEFAULT,) * (len(names) - len(defaults)) + defaults
     required = {name for name, default in zip(names, padded, strict=True) if default is msgspec.NODEFAULT}
-    return [f"**{name}**" if name in raw else name if name in required else f"({name})" for name in names]
+    shown = []
+    for name in names:
+        if cls.__annotations__[name] is RequestSpec:
+            shown.append(f"{name}: {{{', '.join(_field_names(RequestSpec))}}}")
+        else:
+            shown.append(f"**{name}**" if name in raw else name if name in required else f"({name})")
+    return shown
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from kvferry.common.base.errors import DeviceUnavailableError
-from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
-from kvferry.common.device.select import probe_devices, select_device
+from kvferry.common.device.base import Device, KvTensorSpec
+from kvferry.common.device.ops import AttentionMetadata
+from kvferry.common.device.select import known_devices, probe_devices, select_device
 from kvferry.common.device.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -173,7 +174,7 @@ def _compare(name: str, got: Tensor, wanted: Tensor, tolerance: float = TOLERANC
 def main(arguments: list[str]) -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description="Check a device's kernels and copies.")
-    parser.add_argument("--device", choices=("npu", "cuda", "cpu"), default="npu")
+    parser.add_argument("--device", choices=known_devices(), default="npu")
     parser.add_argument("--index", type=int, default=0)
     chosen = parser.parse_args(arguments)
     for probe in probe_devices():

@@ -12,7 +12,7 @@ from kvferry.common.cluster.events import (
     Event,
     LayersDone,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
 )
 from kvferry.common.engine.engine_thread import PROGRESS_INTERVAL_S
 from kvferry.common.protocol.sampling_params import SamplingParams
@@ -160,7 +160,7 @@ class SimEngine:
         if plan.report_layers:
             self.post(LayersDone(plan.step_id, done))
         elif self._layer_s(plan) >= PROGRESS_INTERVAL_S:
-            self.post(StepGoesOn())
+            self.post(StepProgressed())
         if done < self.store.num_layers:
             if not self.stopped:
                 self._plan_next_layer()

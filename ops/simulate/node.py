@@ -16,31 +16,25 @@ from kvferry.common.cluster.actions import (
     SendPiece,
     StopPieces,
 )
+from kvferry.common.cluster.clients import ClientTable
 from kvferry.common.cluster.events import (
     DrainRequested,
     Event,
 )
-from kvferry.common.cluster.links import LinkTable
-from kvferry.common.cluster.node_core import (
-    NodeCore,
-    NodeIdentity,
-)
-from kvferry.common.cluster.node_role import (
-    LocalDecode,
-    NodeRole,
-)
+from kvferry.common.cluster.node_core import NodeIdentity, make_node_core
+from kvferry.common.cluster.node_role import RoleContext
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.kv.shape import KvShape
-from kvferry.common.protocol.messages import PROTOCOL_VERSION, Hello, RoleName
+from kvferry.common.protocol.messages import PROTOCOL_VERSION, RoleName
 from kvferry.common.protocol.model_info import (
     Compatibility,
     ModelInfo,
 )
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
-from kvferry.decode_node.role import DecodeRole
+from kvferry.ops.roles import roles_maker
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.costs import CostModel
 from kvferry.ops.simulate.engine import SimEngine
@@ -51,8 +45,6 @@ from kvferry.ops.simulate.kv_store import KvStore
 from kvferry.ops.simulate.model import EOS_TOKEN_ID, USUAL_DTYPE, USUAL_WEIGHTS, VOCAB_SIZE, weights_number
 from kvferry.ops.simulate.network import Network
 from kvferry.ops.simulate.process import Process
-from kvferry.prefill_node.decode_links import DecodeLinks
-from kvferry.prefill_node.role import PrefillRole
 
 MODEL_NAME = "sim"
 STAGING_HOST = "sim-staging://"
@@ -156,10 +148,12 @@ class SimNode(Process):
             ("sim",),
             (f"{STAGING_HOST}{spec.name}",) if "decode" in spec.roles and spec.staging_slots else (),
         )
-        self.core = NodeCore(identity, spec.timers, self.scheduler, self._make_roles())
+        self.core = make_node_core(identity, self._context(), roles_maker(spec.roles))
         self._performers: dict[type, Callable[..., None]] = {
             RunStep: lambda action: self.engine.run(action.plan),
-            SendPiece: lambda action: self.kv_sender.send(action.peer, action.piece, action.block_table, action.slots),
+            SendPiece: lambda action: self.kv_sender.send(
+                action.piece.key.decode, action.piece, action.block_table, action.slots
+            ),
             StopPieces: lambda action: self.kv_sender.stop(action.key),
             OpenKv: lambda action: self.kv_sender.open(action.peer, *action.endpoints),
             CloseKv: lambda action: self.kv_sender.close(action.peer),
@@ -174,35 +168,21 @@ class SimNode(Process):
         if "decode" in spec.roles:
             kv.receivers[spec.kv_address] = self.kv_receiver
 
-    def _make_roles(self) -> list[NodeRole]:
+    def _context(self) -> RoleContext:
         spec = self.spec
-        decode = None
-        if "decode" in spec.roles:
-            decode = DecodeRole(
-                self.scheduler,
-                spec.timers,
-                spec.limits,
-                spec.num_layers,
-                lambda: self.core.clients,
-                spec.staging_slots,
-            )
-        prefill = self._prefill_role(decode) if "prefill" in spec.roles else None
-        by_name: dict[str, NodeRole | None] = {"decode": decode, "prefill": prefill}
-        return [role for name in spec.roles if (role := by_name[name]) is not None]
-
-    def _prefill_role(self, here: LocalDecode | None) -> PrefillRole:
-        spec = self.spec
-        hello = Hello(kind="prefill", name=spec.name, compatibility=spec.compatibility)
-        return PrefillRole(
+        return RoleContext(
             self_id=self.incarnation,
+            name=spec.name,
+            compatibility=spec.compatibility,
             scheduler=self.scheduler,
             timers=spec.timers,
             limits=spec.limits,
             shape=KvShape(spec.num_layers, spec.layer_token_bytes),
-            decodes=DecodeLinks(LinkTable(hello, spec.timers), STAGING_HOST if spec.staging_slots else ""),
+            clients=ClientTable(spec.timers),
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
-            here=here,
+            num_staging_slots=spec.staging_slots,
+            staging_host=STAGING_HOST if spec.staging_slots else "",
         )
 
     def react(self, event: Event, now: float) -> list[Action]:

@@ -15,6 +15,7 @@ from kvferry.common.base.ids import (
 from kvferry.common.cluster.events import Announced
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Announce
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.kv_network import KvNetwork
@@ -97,10 +98,13 @@ class World:
         """A client's request, now."""
         request = GenerateRequest(
             request_id=RequestId(f"{self.rng.getrandbits(128):032x}"),
-            model=MODEL_NAME,
-            prompt_token_ids=array("I", prompt_token_ids),
-            sampling=sampling,
-            priority=priority,
+            spec=RequestSpec(
+                model=MODEL_NAME,
+                prompt_token_ids=array("I", prompt_token_ids),
+                output_token_ids=array("I"),
+                sampling=sampling,
+                priority=priority,
+            ),
             timeout_s=timeout_s,
         )
         stream = SimulatedStream(request, self.loop.now(), worker)

@@ -1,4 +1,4 @@
-"""What the router core asks of its shell beyond links and messages: tokens for a client, the end of a request."""
+"""Effects of the router core besides links and messages: tokens for a client, the end of a request. Plain data."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from kvferry.router.api import EndEvent, TokensEvent
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give the client new tokens."""
+    """Pass new tokens to the client."""
 
     request_id: RequestId
     event: TokensEvent
@@ -17,7 +17,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class FinishRequest:
-    """Give the client the one end of its request."""
+    """Pass the one end of the request to the client."""
 
     request_id: RequestId
     event: EndEvent

@@ -1,4 +1,7 @@
-"""What a worker tells each node regularly: the list of all that it wants there. Pure. Protocol rules 12 to 15."""
+"""Heartbeats to the nodes: each carries the wanted set, all requests that the worker wants at that node. Pure.
+
+Protocol rules 12 to 15.
+"""
 
 from dataclasses import dataclass, field
 
@@ -15,53 +18,55 @@ from kvferry.router.core.request_table import RequestTable
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Every `heartbeat_s` to all nodes, and at once to those that something is asked of."""
+    """Sends one to all nodes every `heartbeat_s`, and earlier to nodes that tokens are requested from again."""
 
     requests: RequestTable
     links: LinkTable
-    planner: Placer
+    placer: Placer
     timers: Timers
-    _last_heartbeat: float = -1e9
-    _soon: set[Incarnation] = field(default_factory=set)
+    _last_sent: float = -1e9
+    _due_peers: set[Incarnation] = field(default_factory=set)
 
-    def hurry(self, peer: Incarnation) -> None:
-        """This node gets its list with the next tick."""
-        self._soon.add(peer)
+    def send_soon(self, peer: Incarnation) -> None:
+        """Send the next heartbeat to this node with the next tick."""
+        self._due_peers.add(peer)
 
     def forget(self, peer: Incarnation) -> None:
-        """That life has ended."""
-        self._soon.discard(peer)
+        """This incarnation has ended."""
+        self._due_peers.discard(peer)
 
     def tick(self, now: float) -> list[Effect]:
-        """Lists that are due."""
-        if now - self._last_heartbeat >= self.timers.heartbeat_s:
-            self._last_heartbeat = now
-            return self._heartbeats(None)
-        return self._heartbeats(self._soon) if self._soon else []
+        """The heartbeats that are due."""
+        if now - self._last_sent >= self.timers.heartbeat_s:
+            self._last_sent = now
+            return self._send(None)
+        return self._send(self._due_peers) if self._due_peers else []
 
-    def last(self) -> list[Effect]:
-        """Nothing is wanted any more, nor will be."""
-        return self._heartbeats(None, last=True)
+    def send_last(self) -> list[Effect]:
+        """To all nodes, with an empty wanted set: the worker exits."""
+        return self._send(None, last=True)
 
-    def _heartbeats(self, only: set[Incarnation] | None, *, last: bool = False) -> list[Effect]:
-        entries: dict[Incarnation, list[WantedRequest]] = {}
+    def _send(self, only: set[Incarnation] | None, *, last: bool = False) -> list[Effect]:
+        wanted: dict[Incarnation, list[WantedRequest]] = {}
         for request in self.requests:
             for peer, expected in request.wanted_at():
-                entries.setdefault(peer, []).append(_line(request, expected))
+                wanted.setdefault(peer, []).append(_wanted_request(request, expected))
         effects: list[Effect] = []
         for peer, link in self.links.by_peer.items():
             if link.up and (only is None or peer in only):
                 link.heartbeat_no += 1
-                wanted = tuple(entries.get(peer, ()))
-                beat = Heartbeat(
-                    heartbeat_no=link.heartbeat_no, as_of=self.planner.placement_no, entries=wanted, last=last
+                heartbeat = Heartbeat(
+                    heartbeat_no=link.heartbeat_no,
+                    as_of=self.placer.placement_no,
+                    wanted=tuple(wanted.get(peer, ())),
+                    last=last,
                 )
-                effects.append(Send(peer, beat))
-        self._soon.clear()
+                effects.append(Send(peer, heartbeat))
+        self._due_peers.clear()
         return effects
 
 
-def _line(request: Request, expected: bool) -> WantedRequest:
+def _wanted_request(request: Request, expected: bool) -> WantedRequest:
     return WantedRequest(
         request_id=request.request_id,
         attempt=request.attempt,

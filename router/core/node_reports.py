@@ -1,6 +1,6 @@
-"""What nodes report of requests, and what follows from it. Pure.
+"""Handles what nodes report about requests. Pure.
 
-Only the current attempt counts, and only from the node that the attempt is at; the rest changes nothing.
+A report counts only for the current attempt, and only from the node that the attempt is at; others are dropped.
 Protocol rules 3, 14, 27, 29, 34.
 """
 
@@ -35,30 +35,29 @@ Report = FirstToken | HandedOver | HandoverFailed | Gone
 
 @dataclass(slots=True)
 class NodeReports:
-    """Turns messages into moves of requests."""
+    """Turns messages of nodes into state changes of requests."""
 
     requests: RequestTable
-    lists: Heartbeats
+    heartbeats: Heartbeats
     links: LinkTable
-    planner: Placer
+    placer: Placer
     limits: Limits
 
     # -- tokens
 
     def on_status(self, link: Link, sender: Incarnation, message: Status, now: float) -> None:
-        """Load, progress, and the number of the last Tokens: a lost last message is seen by it."""
-        self.links.on_status(link, message, now)
-        self.planner.on_status(sender)
+        """Load, progress, and the number of the last Tokens message, which reveals that it was lost."""
+        self.placer.on_status(sender)
         if message.link_seq > link.link_seq:
             link.link_seq = message.link_seq
-            self._ask_again(sender)
+            self._request_resend(sender)
         if message.draining:
-            self._nothing_held_at(sender)  # nothing is planned there any more, and it is not to wait for that
+            self._forget_held_kv(sender)  # nothing is placed there any more, so no request must wait for it
 
     def on_tokens(self, link: Link, sender: Incarnation, message: Tokens, now: float) -> list[Effect]:
-        """A step's tokens of all requests there."""
+        """The tokens of one step, for all requests at this node."""
         if message.link_seq > link.link_seq + 1:
-            self._ask_again(sender)
+            self._request_resend(sender)
         link.link_seq = max(link.link_seq, message.link_seq)
         effects: list[Effect] = []
         for entry in message.entries:
@@ -67,25 +66,26 @@ class NodeReports:
                 effects += self._on_entry(request, sender, entry, now)
         return effects
 
-    def _ask_again(self, sender: Incarnation) -> None:
+    def _request_resend(self, sender: Incarnation) -> None:
         for request in self.requests:
             if request.decode == sender:
                 request.resend = True
-        self.lists.hurry(sender)
+        self.heartbeats.send_soon(sender)
 
     def _on_entry(self, request: Request, sender: Incarnation, entry: TokensEntry, now: float) -> list[Effect]:
-        assert request.plan is not None
-        if request.decode is None and (request.plan.names(sender) or request.plan.prefill == sender):
-            self.requests.own(request, RequestEvent.DECODE_TOKENS, sender, now)
+        placement = request.placement
+        assert placement is not None
+        if request.decode is None and (placement.has_candidate(sender) or placement.prefill == sender):
+            self.requests.set_decode_node(request, RequestEvent.DECODE_TOKENS, sender, now)
         if request.decode != sender:
             return []
-        request.decode_spoke = True
+        request.decode_sent_tokens = True
         if entry.error is not None:
             return self.requests.end(request, "error", GenerationError(entry.error), now, "generation failed")
         request.note_cached(entry.cached_tokens)
-        return self._take(request, sender, entry.first_index, entry.token_ids, entry.finish, now)
+        return self._add_tokens(request, sender, entry.first_index, entry.token_ids, entry.finish, now)
 
-    def _take(
+    def _add_tokens(
         self,
         request: Request,
         sender: Incarnation,
@@ -95,18 +95,18 @@ class NodeReports:
         now: float,
     ) -> list[Effect]:
         index = request.next_index
-        fresh = request.take(first_index, token_ids)
-        if fresh is None:
+        new_ids = request.add_tokens(first_index, token_ids)
+        if new_ids is None:
             request.resend = True
-            self.lists.hurry(sender)
+            self.heartbeats.send_soon(sender)
             return []
         request.resend = False
         effects: list[Effect] = []
-        if fresh:
+        if new_ids:
             request.setbacks = 0
             if request.made_progress:
                 request.losses = request.crashes = 0
-            effects.append(Deliver(request.request_id, TokensEvent(index, fresh)))
+            effects.append(Deliver(request.request_id, TokensEvent(index, new_ids)))
         if finish is not None and first_index + len(token_ids) == request.next_index:
             outcome: Outcome = "stop" if finish == "stop" else "length"
             effects += self.requests.end(request, outcome, None, now, finish)
@@ -115,18 +115,18 @@ class NodeReports:
     # -- hand-over
 
     def on_report(self, sender: Incarnation, message: Report, now: float) -> list[Effect]:
-        """What a node says of one attempt."""
+        """A node's report of one attempt."""
         request = self.requests.current(message.request_id, message.attempt)
-        if request is None or request.plan is None:
+        if request is None or request.placement is None:
             return []
-        from_prefill = sender == request.plan.prefill
+        from_prefill = sender == request.placement.prefill
         match message:
             case FirstToken() if from_prefill:
                 request.machine.move(RequestEvent.FIRST_TOKEN, now)
                 request.note_cached(message.cached_tokens)
-                return self._take(request, sender, message.index, (message.token_id,), message.finish, now)
+                return self._add_tokens(request, sender, message.index, (message.token_id,), message.finish, now)
             case HandedOver() if from_prefill and request.decode is None:
-                self.requests.own(request, RequestEvent.HANDED_OVER, message.decode, now)
+                self.requests.set_decode_node(request, RequestEvent.HANDED_OVER, message.decode, now)
                 if self.links.peer(message.decode) is None:
                     return self.requests.loss(request, now, crashed=False, why="the decode node is gone")
             case HandoverFailed() if from_prefill and request.decode is None:
@@ -136,7 +136,7 @@ class NodeReports:
         return []
 
     def _on_handover_failed(self, request: Request, message: HandoverFailed, now: float) -> list[Effect]:
-        assert request.plan is not None
+        assert request.placement is not None
         detail = message.detail or message.reason
         if not message.retryable:
             error = GenerationError(detail) if message.reason == "generation" else KvferryError(detail)
@@ -145,55 +145,57 @@ class NodeReports:
             return self.requests.end(request, "error", OverloadedError(detail), now, message.reason)
         if message.reason != "revoked" and (message.commit_sent or message.reason == "lost"):
             if message.decode is not None:
-                self.planner.penalise(request.plan.prefill, message.decode, now)
+                self.placer.penalise(request.placement.prefill, message.decode, now)
             request.losses += 1
             if request.losses >= self.limits.max_attempts:
                 error = KvferryError(f"hand-over failed: {detail}")
                 return self.requests.end(request, "error", error, now, "too many losses")
-        holder = request.plan.prefill if message.held else None
+        holder = request.placement.prefill if message.retained else None
         return self.requests.setback(request, RequestEvent.HANDOVER_FAILED, now, holder)
 
     def _on_gone(self, request: Request, sender: Incarnation, message: Gone, now: float) -> list[Effect]:
-        assert request.plan is not None
+        assert request.placement is not None
         if request.decode is not None:
             if sender != request.decode:
                 return []
             if message.reason == "preempted":
                 request.times_preempted += 1
                 return self.requests.setback(request, RequestEvent.PREEMPTED, now)
-            why = message.detail or "the decode node no longer has it"
+            why = message.detail or "the decode node dropped the request"
             return self.requests.loss(request, now, crashed=False, why=why)
-        if sender != request.plan.prefill:
+        if sender != request.placement.prefill:
             return []
         if message.reason == "never_known":
             request.machine.move(RequestEvent.NEVER_KNOWN, now)
-            return [Send(sender, self.planner.job(request, request.plan, now))]
+            return [Send(sender, self.placer.job(request, request.placement, now))]
         if message.reason == "preempted":
             return self.requests.setback(request, RequestEvent.LOST, now)
-        why = message.detail or "the prefill node no longer has it"
+        why = message.detail or "the prefill node dropped the request"
         return self.requests.loss(request, now, crashed=False, why=why)
 
     # -- deaths
 
     def on_node_lost(self, peer: Incarnation, now: float) -> list[Effect]:
-        """A life has ended, or counts as ended: what was there is planned again.
+        """An incarnation has ended, or counts as ended: its requests are placed again.
 
-        A node that talks and does not move may be only slow: that is no crash that a request may be the cause of.
+        A node that sends messages but makes no progress may only be slow: a request counts it as a loss, not as a
+        crash that it may have caused.
         """
-        self.planner.forget(peer)
-        self.lists.forget(peer)
-        self._nothing_held_at(peer)
+        self.placer.forget(peer)
+        self.heartbeats.forget(peer)
+        self._forget_held_kv(peer)
         wedged = self.links.is_wedged(peer)
         end = "makes no progress" if wedged else "died"
         effects: list[Effect] = []
         for request in self.requests:
-            if request.state is RequestState.HANDED and request.decode == peer:
+            placement = request.placement
+            if request.state is RequestState.HANDED_OVER and request.decode == peer:
                 effects += self.requests.loss(request, now, crashed=not wedged, why=f"the decode node {end}")
-            elif request.state is RequestState.PLACED and request.plan is not None and request.plan.prefill == peer:
+            elif request.state is RequestState.PLACED and placement is not None and placement.prefill == peer:
                 effects += self.requests.loss(request, now, crashed=False, why=f"the prefill node {end}")
         return effects
 
-    def _nothing_held_at(self, peer: Incarnation) -> None:
+    def _forget_held_kv(self, peer: Incarnation) -> None:
         for request in self.requests:
             if request.holder == peer:
                 request.holder = None

@@ -1,9 +1,7 @@
-"""How much of what was planned before one prefill node is asked to compute at a time by this worker. Pure. Rule 35.
+"""Places requests: turns links and loads into a choice of nodes and the Job that names them. Pure.
 
-Re-plans are never refused by a node's admission. When many requests lose their node at once, those left would get all
-of them in one moment: what is beyond the bound waits here, oldest first, and may go to a node that comes meanwhile.
-
-Turns links and loads into plans, and remembers what was booked and which pairs failed. Pure.
+Keeps what was booked at each node since its last Status, and which pairs of nodes failed recently. `RetryBudget`
+bounds the tokens of requests placed again, per prefill node and worker (protocol rule 35).
 """
 
 from collections.abc import Collection, Iterable
@@ -27,15 +25,20 @@ from kvferry.router.policy.placement import DecodeView, PrefillView, choose
 
 @dataclass(slots=True)
 class RetryBudget:
-    """Counted anew from the requests whenever plans are due."""
+    """Tokens of requests placed again that each prefill node has, counted from the requests when placements are due.
+
+    A node's admission never refuses a request that is placed again. When many requests lose their node together, the
+    remaining nodes would get all of them in one moment. Requests beyond the bound wait in the worker, oldest first,
+    and may go to a node that joins meanwhile.
+    """
 
     bound: int
-    """Tokens a prefill node may have at a time. One request may always be there, however long it is."""
+    """Tokens per prefill node. One request may always be there, however long it is."""
     in_use: dict[Incarnation, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, requests: Iterable[Request], bound: int) -> "RetryBudget":
-        """What is at prefill nodes now."""
+        """The budget with all requests counted that are at a prefill node now."""
         budget = cls(bound)
         for request in requests:
             if request.state is RequestState.PLACED:
@@ -43,13 +46,13 @@ class RetryBudget:
         return budget
 
     def note(self, request: Request) -> None:
-        """It is at the prefill node of its plan."""
-        if request.plan is not None and request.plan.retry_tokens:
-            peer = request.plan.prefill
-            self.in_use[peer] = self.in_use.get(peer, 0) + request.plan.retry_tokens
+        """Count a request at the prefill node of its placement."""
+        if request.placement is not None and request.placement.retry_tokens:
+            peer = request.placement.prefill
+            self.in_use[peer] = self.in_use.get(peer, 0) + request.placement.retry_tokens
 
     def full_for(self, request: Request) -> frozenset[Incarnation]:
-        """The nodes that have too much to get this one as well; none for a first attempt."""
+        """The nodes without room for this request within the bound; none for a first attempt."""
         if request.is_new:
             return frozenset()
         most = self.bound - request.num_tokens
@@ -58,27 +61,27 @@ class RetryBudget:
 
 @dataclass(slots=True)
 class Placer:
-    """Makes plans for requests and the Jobs that carry them."""
+    """Makes placements of requests and the Jobs that carry them."""
 
     links: LinkTable
     timers: Timers
     placement_no: int = 0
-    """Highest number given out in this worker's life."""
+    """Highest number assigned in this incarnation of the worker."""
     _booked_tokens: dict[Incarnation, int] = field(default_factory=dict)
     _booked_blocks: dict[Incarnation, int] = field(default_factory=dict)
     _penalties: dict[tuple[Incarnation, Incarnation], float] = field(default_factory=dict)
 
-    def plan(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> Placement | None:
-        """A new plan for the request, booked; None when no pair of nodes can be named.
+    def place(self, request: Request, now: float, full: Collection[Incarnation] = ()) -> Placement | None:
+        """Choose nodes for the request and book it there; None if there is no pair of nodes for it.
 
-        full: prefill nodes that shall not get it now.
+        full: prefill nodes that must not get it now.
         """
         self._expire(now)
         choice = choose(
-            [view for view in self._prefills(request.model, request) if view.incarnation not in full],
-            self._decodes(request.model, request),
+            [view for view in self._prefills(request.spec.model, request) if view.incarnation not in full],
+            self._decodes(request.spec.model, request),
             avoid=self._penalties.keys(),
-            turn=self.placement_no,
+            rotation=self.placement_no,
             holder=request.holder,
             held_tokens=request.num_tokens,
         )
@@ -87,71 +90,70 @@ class Placer:
         self.placement_no += 1
         self._book(request, choice.prefill, choice.decodes[0])
         candidates = tuple(self._candidate(peer) for peer in choice.decodes)
-        again = request.attempt > 0 and choice.prefill != request.holder
-        return Placement(self.placement_no, choice.prefill, candidates, request.num_tokens if again else 0)
+        computed_again = request.attempt > 0 and choice.prefill != request.holder
+        return Placement(self.placement_no, choice.prefill, candidates, request.num_tokens if computed_again else 0)
 
-    def job(self, request: Request, plan: Placement, now: float) -> Job:
-        """The Job of this plan; times are computed anew at each sending."""
+    def job(self, request: Request, placement: Placement, now: float) -> Job:
+        """The Job of this placement; its times are computed at each sending."""
         return Job(
             request_id=request.request_id,
             attempt=request.attempt,
-            placement_no=plan.placement_no,
-            model=request.model,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=request.output_token_ids[:],
-            sampling=request.sampling,
-            priority=request.priority,
+            placement_no=placement.placement_no,
+            spec=request.spec_now(),
             remaining_ms=max(0, int((request.deadline - now) * 1000)),
             waited_ms=max(0, int((now - request.accepted_at) * 1000)),
-            candidates=plan.candidates,
-            times_preempted=request.times_preempted,
+            candidates=placement.candidates,
         )
 
-    def serving_reason(self, model: str | None) -> str | None:
-        """None when a plan could be made now; else which side is missing, or in what the two sides differ."""
+    def not_ready_reason(self, model: str | None) -> str | None:
+        """Why no request of this model (of any) can be placed now; None if one can.
+
+        Names the missing side, or the first difference between the two sides.
+        """
         prefills, decodes = self._prefills(model), self._decodes(model)
         if not prefills:
             return "no prefill node is alive"
         if not decodes:
             return "no decode node is alive"
-        if not _kinds(prefills) & _kinds(decodes):
+        if not _compatibilities(prefills) & _compatibilities(decodes):
             difference = prefills[0].compatibility.difference(decodes[0].compatibility)
             return f"no prefill node fits a decode node; {difference}"
         return None
 
-    def reason_for(self, request: Request) -> str | None:
-        """None when a plan for this request could be made now, if the nodes had room; else why none can."""
-        reason = self.serving_reason(request.model)
+    def unplaceable_reason(self, request: Request) -> str | None:
+        """Why this request cannot be placed now; None if it can, given room at the nodes."""
+        reason = self.not_ready_reason(request.spec.model)
         if reason is not None:
             return reason
-        if _kinds(self._prefills(request.model, request)) & _kinds(self._decodes(request.model, request)):
+        prefills, decodes = self._prefills(request.spec.model, request), self._decodes(request.spec.model, request)
+        if _compatibilities(prefills) & _compatibilities(decodes):
             return None
         if request.next_index:
-            return f"no nodes have the weights of {request.model!r} that the first tokens were drawn with any more"
-        return f"the nodes that are there are made for shorter requests than {request.most_tokens} tokens"
+            return f"no live node still serves the weights of {request.spec.model!r} that produced the first tokens"
+        return f"no live pair of nodes takes a request of {request.most_tokens} tokens; all have lower limits"
 
-    def source_of(self, peer: Incarnation) -> TokenSource | None:
-        """What a node computes with; None for one that is not there."""
+    def token_source(self, peer: Incarnation) -> TokenSource | None:
+        """What a node computes tokens with; None for a node without a live link."""
         link = self.links.peer(peer)
         return None if link is None or link.welcome is None else link.welcome.compatibility.token_source
 
     def least_waiting_tokens(self, model: str) -> int:
         """Waiting prompt tokens of the least busy prefill node that fits a decode node."""
-        kinds = _kinds(self._decodes(model))
-        fitting = (view for view in self._prefills(model) if view.compatibility in kinds)
+        decodes = _compatibilities(self._decodes(model))
+        fitting = (view for view in self._prefills(model) if view.compatibility in decodes)
         return min((view.waiting_tokens for view in fitting), default=0)
 
     def penalise(self, prefill: Incarnation, decode: Incarnation, now: float) -> None:
-        """Avoid a pair that just failed."""
+        """Avoid a pair that just failed, for pair_penalty_s."""
         self._penalties[prefill, decode] = now + self.timers.pair_penalty_s
 
     def on_status(self, peer: Incarnation) -> None:
-        """A fresh published load replaces what was booked on top of the old one."""
+        """A newly published load replaces what was booked on top of the previous one."""
         self._booked_tokens.pop(peer, None)
         self._booked_blocks.pop(peer, None)
 
     def forget(self, peer: Incarnation) -> None:
-        """A life has ended."""
+        """This incarnation has ended."""
         self.on_status(peer)
         self._penalties = {pair: until for pair, until in self._penalties.items() if peer not in pair}
 
@@ -159,7 +161,7 @@ class Placer:
         self._penalties = {pair: until for pair, until in self._penalties.items() if until > now}
 
     def _usable(self, role: str, model: str | None, request: Request | None) -> list[Link]:
-        """Nodes that may get work of this model; with `request`: those that can do all of it."""
+        """Nodes that may get work of this model; with `request`, only nodes that can do all of it."""
         return [
             link
             for link in self.links.links.values()
@@ -206,6 +208,5 @@ class Placer:
         self._booked_blocks[decode] = self._booked_blocks.get(decode, 0) + blocks
 
 
-def _kinds(views: Iterable[PrefillView | DecodeView]) -> set[Compatibility]:
-    """KV passes between nodes of one kind."""
+def _compatibilities(views: Iterable[PrefillView | DecodeView]) -> set[Compatibility]:
     return {view.compatibility for view in views}

@@ -1,10 +1,10 @@
-"""A router worker's decisions: accepts, plans, counts attempts, decides the one outcome of each request. Pure.
+"""A router worker's decisions: admits, places, counts attempts, decides the one outcome of each request. Pure.
 
-The life of a request here: `submit` -> WAITING -> a plan and its Job -> PLACED -> first token, hand-over -> HANDED ->
-tokens -> ENDED. Losses lead back to WAITING with the tokens held so far; `table.py` has all moves. Nodes only report;
-every message names an attempt, and what belongs to another attempt, or to an ended request, is dropped.
+A request here: `submit` -> WAITING -> a placement and its Job -> PLACED -> first token, hand-over -> HANDED_OVER ->
+tokens -> ENDED. Losses lead back to WAITING with the tokens known so far; `request.py` has all transitions. Nodes only
+report; every message names an attempt, and reports of another attempt or of an ended request are dropped.
 
-Requests and their moves are in `requests.py`, what nodes say in `reports.py`, what they are told in `lists.py`.
+`request_table.py` has the requests, `node_reports.py` handles messages of nodes, `heartbeats.py` sends wanted sets.
 """
 
 import random
@@ -16,7 +16,6 @@ from kvferry.common.base.errors import (
     UnavailableError,
 )
 from kvferry.common.base.ids import (
-    Incarnation,
     RequestId,
 )
 from kvferry.common.cluster.events import (
@@ -29,6 +28,8 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.cluster.links import (
+    Link,
+    LinkInput,
     LinkState,
     LinkTable,
 )
@@ -39,12 +40,9 @@ from kvferry.common.protocol.messages import (
     HandedOver,
     HandoverFailed,
     Hello,
-    HelloRefused,
     Message,
     Status,
     Tokens,
-    Welcome,
-    WrongIncarnation,
 )
 from kvferry.common.protocol.model_info import (
     ModelInfo,
@@ -61,144 +59,138 @@ from kvferry.router.core.request_table import RequestTable
 
 @dataclass(slots=True)
 class RouterCore:
-    """All of one worker. Methods take the time and return what is to be done, in order."""
+    """The core of one worker. Methods take the time and return effects, to be performed in order."""
 
     name: str
     timers: Timers
     limits: Limits
     rng: random.Random
     links: LinkTable = field(init=False)
-    planner: Placer = field(init=False)
+    placer: Placer = field(init=False)
     models: dict[str, ModelInfo] = field(default_factory=dict)
-    """All that nodes ever told of, with the least of the limits of those that live."""
+    """All models that nodes have registered, with the strictest limits of the live ones."""
     draining_since: float | None = None
     _table: RequestTable = field(init=False)
     _heartbeats: Heartbeats = field(init=False)
-    _reports: NodeReports = field(init=False)
+    _node_reports: NodeReports = field(init=False)
 
     def __post_init__(self) -> None:
         self.links = LinkTable(Hello(kind="worker", name=self.name), self.timers)
-        self.planner = Placer(self.links, self.timers)
-        self._table = RequestTable(self.links, self.planner, self.timers, self.limits, self.rng)
-        self._heartbeats = Heartbeats(self._table, self.links, self.planner, self.timers)
-        self._reports = NodeReports(self._table, self._heartbeats, self.links, self.planner, self.limits)
+        self.placer = Placer(self.links, self.timers)
+        self._table = RequestTable(self.links, self.placer, self.timers, self.limits, self.rng)
+        self._heartbeats = Heartbeats(self._table, self.links, self.placer, self.timers)
+        self._node_reports = NodeReports(self._table, self._heartbeats, self.links, self.placer, self.limits)
 
     @property
     def requests(self) -> dict[RequestId, Request]:
-        """All that have not ended. Not to be changed by the caller."""
+        """All requests that have not ended; must not be changed by the caller."""
         return self._table.by_id
 
-    # -- what clients do
+    # -- calls of clients
 
     def submit(self, asked: GenerateRequest, now: float) -> list[Effect]:
-        """Accept a request. Raises UnavailableError or OverloadedError, and then nothing was started.
+        """Accept a request. Raises UnavailableError or OverloadedError before anything was started.
 
-        Where no nodes can serve it now it may wait `new_wait_s` for some, and ends with UnavailableError after that.
+        If no nodes can serve it now, it waits `new_wait_s` for them and then ends with UnavailableError.
         """
-        reason = self.not_ready_reason(asked.model)
-        if reason is not None and not self._may_wait(asked.model):
+        reason = self.not_ready_reason(asked.spec.model)
+        if reason is not None and not self._may_wait(asked.spec.model):
             raise UnavailableError(reason)
-        self._check_room(asked)
-        return self._table.accept(asked, self.models[asked.model].vocab_size, now)
+        self._check_queue(asked)
+        return self._table.accept(asked, self.models[asked.spec.model].vocab_size, now)
 
     def _may_wait(self, model: str) -> bool:
-        """Whether nodes may come that serve it: some did, and this worker is not about to leave."""
+        """Whether to wait for nodes: some served the model before, and this worker is not draining."""
         return self.timers.new_wait_s > 0 and self.draining_since is None and model in self.models
 
-    def _check_room(self, asked: GenerateRequest) -> None:
-        """Those that wait here count as if they were at the least busy node already."""
-        new = list(self._table.new_ones(asked.model))
+    def _check_queue(self, asked: GenerateRequest) -> None:
+        # Requests that wait here count as if they were at the least busy node already.
+        new = list(self._table.new_requests(asked.spec.model))
         if len(new) >= self.limits.queued_requests:
-            raise OverloadedError(f"{len(new)} requests are waiting already; try again later")
-        waiting = self.planner.least_waiting_tokens(asked.model) + sum(request.num_tokens for request in new)
-        if waiting and waiting + len(asked.prompt_token_ids) > self.limits.queued_tokens:
-            raise OverloadedError(f"{waiting} prompt tokens are waiting already; try again later")
+            raise OverloadedError(f"{len(new)} requests are already waiting (the limit); try again later")
+        waiting = self.placer.least_waiting_tokens(asked.spec.model) + sum(request.num_tokens for request in new)
+        if waiting and waiting + len(asked.spec.prompt_token_ids) > self.limits.queued_tokens:
+            limit = self.limits.queued_tokens
+            raise OverloadedError(f"{waiting} prompt tokens are already waiting (limit {limit}); try again later")
 
     def cancel(self, request_id: RequestId, reason: str, now: float) -> list[Effect]:
-        """The client wants no more; no effect when the request has ended."""
+        """Cancel a request for its client; no effect if it has ended."""
         request = self._table.get(request_id)
         return [] if request is None else self._table.end(request, "cancelled", None, now, reason)
 
     def drain(self, now: float) -> list[Effect]:
-        """Take nothing new; what runs may finish within worker_drain_s."""
+        """Accept nothing new; running requests may finish within worker_drain_s."""
         if self.draining_since is None:
             self.draining_since = now
         return []
 
     def close(self, now: float) -> list[Effect]:
-        """The worker exits: end what is left, and tell every node that nothing is wanted any more."""
+        """The worker exits: end all requests, and send every node an empty wanted set."""
         ends = self._table.end_all(UnavailableError("the router is shutting down"), now, "shutdown")
-        return ends + self._heartbeats.last()
+        return ends + self._heartbeats.send_last()
 
     def not_ready_reason(self, model: str | None) -> str | None:
-        """None when a new request would be served now."""
+        """Why a new request would not be served now; None if it would."""
         if self.draining_since is not None:
             return "the router is draining"
-        return self.planner.serving_reason(model)
+        return self.placer.not_ready_reason(model)
 
-    # -- what the world does
+    # -- events
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in one event of the shell."""
-        effects: list[Effect] = []
+        """Process one event of the shell. Raises InvariantError for an event that no worker gets."""
         match event:
-            case Received(envelope, endpoint):
-                effects += self._on_message(endpoint, envelope.sender, envelope.message, now)
-            case Tick():
-                effects += self._on_tick(now)
-            case LinkConnected(endpoint):
-                effects += self.links.on_connected(endpoint, now)
-            case LinkClosed(endpoint):
-                effects += self.links.on_closed(endpoint, now)
-            case ProbeAnswered(endpoint, result):
-                effects += self.links.on_probe(endpoint, result == "refused", now)
             case Announced(_, announce):
-                effects += self.links.add(announce.endpoint, now)
+                return [*self.links.add(announce.endpoint, now)]
+            case Received() | LinkConnected() | LinkClosed() | ProbeAnswered():
+                return self._on_link_event(event, now)
+            case Tick():
+                return self._on_tick(now)
             case _:
                 raise InvariantError(f"a router worker does not know the event {type(event).__name__}")
-        for peer in self.links.take_lost():
-            effects += self._reports.on_node_lost(peer, now)
+
+    def _on_link_event(self, event: LinkInput, now: float) -> list[Effect]:
+        update = self.links.handle(event, now)
+        effects: list[Effect] = [*update.actions]
+        if update.up is not None and update.up.peer is not None:
+            self._heartbeats.send_soon(
+                update.up.peer
+            )  # a decode node accepts reservations only for workers it hears from
+        if update.link is not None and update.message is not None:
+            effects += self._on_message(update.link, update.message, now)
+        for peer in update.lost:
+            effects += self._node_reports.on_node_lost(peer, now)
+        if update.up is not None or update.lost:
             self._note_models()
         return effects
 
     def add_static(self, endpoint: str, now: float) -> list[Effect]:
-        """A node from the configuration; it is never forgotten."""
+        """Add a node from the configuration; its link is never dropped."""
         return [*self.links.add(endpoint, now, static=True)]
 
-    def _on_message(self, endpoint: str, sender: Incarnation, message: Message, now: float) -> list[Effect]:
-        if isinstance(message, Welcome):
-            self._heartbeats.hurry(sender)  # a decode node takes reservations only for workers that it hears
-            effects = self.links.on_welcome(endpoint, sender, message, now)
-            self._note_models()
-            return [*effects]
-        if isinstance(message, HelloRefused):
-            self.links.on_hello_refused(endpoint, message, now)
-            return []
-        hellos = self.links.on_heard(endpoint, sender, now, unknown=isinstance(message, WrongIncarnation))
-        link = self.links.peer(sender)
-        if link is None or isinstance(message, WrongIncarnation):
-            return [*hellos]
+    def _on_message(self, link: Link, message: Message, now: float) -> list[Effect]:
+        assert link.peer is not None
         match message:
             case Status():
-                self._reports.on_status(link, sender, message, now)
+                self._node_reports.on_status(link, link.peer, message, now)
             case Tokens():
-                return self._reports.on_tokens(link, sender, message, now)
+                return self._node_reports.on_tokens(link, link.peer, message, now)
             case FirstToken() | HandedOver() | HandoverFailed() | Gone():
-                return self._reports.on_report(sender, message, now)
+                return self._node_reports.on_report(link.peer, message, now)
             case _:
-                pass  # a node of a later protocol may say more
+                pass  # a node of a later protocol may send other messages
         return []
 
     def _note_models(self) -> None:
-        """A request is checked by what each node that lives would take: whoever gets it can do all of it."""
-        living: dict[str, list[ModelInfo]] = {}
+        # A request must pass the limits of every live node, so that any of them can do all of it.
+        live: dict[str, list[ModelInfo]] = {}
         for link in self.links.links.values():
             if link.welcome is not None and link.state in (LinkState.ALIVE, LinkState.SUSPECT):
-                living.setdefault(link.welcome.model.name, []).append(link.welcome.model)
-        self.models.update({name: strictest(models) for name, models in living.items()})
+                live.setdefault(link.welcome.model.name, []).append(link.welcome.model)
+        self.models.update({name: strictest(models) for name, models in live.items()})
 
     def _on_tick(self, now: float) -> list[Effect]:
-        effects: list[Effect] = [*self.links.tick(now), *self._table.tick(now)]
+        effects = [*self._on_link_event(Tick(), now), *self._table.tick(now)]
         if self.draining_since is not None and now - self.draining_since > self.timers.worker_drain_s:
             effects += self._table.end_all(UnavailableError("the router is shutting down"), now, "drain")
         return effects + self._heartbeats.tick(now)
@@ -209,5 +201,5 @@ class RouterCore:
         self._table.check_invariants()
 
     def is_quiescent(self) -> bool:
-        """Nothing is in flight."""
+        """Whether no request is in flight."""
         return not self.requests

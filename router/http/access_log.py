@@ -1,4 +1,4 @@
-"""One log record per HTTP request, when it is over. Formats and writes nothing itself: that is the logger's handler."""
+"""One log record per HTTP request, when it has ended. Formatting and writing are left to the logger's handler."""
 
 import logging
 from urllib.parse import quote
@@ -9,10 +9,11 @@ from kvferry.router.http.exchange import Exchange
 
 
 def log_exchange(logger: logging.Logger, exchange: Exchange, duration_ms: float) -> None:
-    """Write the record: request id, client's id, method, path, status, ms, outcome; of a generation also its tokens,
-    how many plans it took and which nodes had it last.
+    """Log request id, client's id, method, path, status, ms and outcome; of a generation also its token counts, the
+    number of its placements and the nodes that served it last.
 
-    A client that left is status 499 whatever head it was sent. The path is quoted: it is the client's text.
+    A client that disconnected is logged with status 499 instead of the status sent. The path is quoted: it is the
+    client's text.
     """
     status = CLIENT_GONE_STATUS if exchange.gone else exchange.status
     logger.info(

@@ -1,4 +1,4 @@
-"""Everything that the HTTP layer is given. Plain data; nothing here is created or opened."""
+"""What the HTTP layer is constructed with. Plain data; nothing here is created or opened."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from kvferry.router.http.metrics import RouterMetrics
 
 
 def new_seed() -> int:
-    """A seed for a request that has none: 1 to 2**64 - 1."""
+    """A random seed, in [1, 2**64 - 1], for a request that has none."""
     return int.from_bytes(os.urandom(8), "little") or 1
 
 
@@ -30,7 +30,7 @@ async def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppDependencies:
-    """What `create_app` needs. Tests pass other parts for any of them."""
+    """What `create_app` needs. Tests replace any of it."""
 
     service: TokenService
     settings: RouterConfig
@@ -38,7 +38,7 @@ class AppDependencies:
     access_log: logging.Logger
     """One record per request."""
     logger: logging.Logger
-    """Faults on our side, with their tracebacks."""
+    """Internal errors, with their tracebacks."""
     clock: Clock = field(default_factory=MonotonicClock)
     new_request_id: Callable[[], RequestId] = new_request_id
     new_seed: Callable[[], int] = new_seed
@@ -47,6 +47,6 @@ class AppDependencies:
     started_at: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
     on_startup: Callable[[], Awaitable[None]] = _nothing
-    """Awaited on the worker's own event loop before the first request; what it raises stops the worker."""
+    """Awaited on the worker's event loop before the first request; an exception stops the worker."""
     on_shutdown: Callable[[], Awaitable[None]] = _nothing
     """Awaited on the same loop after the last request."""

@@ -22,23 +22,23 @@ from kvferry.router.api import EndEvent
 
 INCOMPLETE = "Incomplete Generation"
 CLIENT_GONE_STATUS = 499
-"""In the log only: nobody is there to read it."""
+"""For the access log only: the client has disconnected."""
 
 
 class BodyTooLargeError(KvferryError):
-    """The body is beyond the limit; it was not read whole."""
+    """The body is larger than the limit; it was not read completely."""
 
 
 class BodyTooSlowError(KvferryError):
-    """The body did not come in time; what came of it is dropped."""
+    """The body did not arrive in time; the part that did is dropped."""
 
 
 class AmbiguousLengthError(KvferryError):
-    """The head says in two ways how long the body is: what stands before this server may have read another one."""
+    """The head gives the body's length in two ways: a proxy in front of this server may have used the other one."""
 
 
 class HttpVersionError(KvferryError):
-    """The head names a version of HTTP that is not spoken here."""
+    """The head names an unsupported version of HTTP."""
 
 
 class DeadlineExceededError(KvferryError):
@@ -46,16 +46,16 @@ class DeadlineExceededError(KvferryError):
 
 
 class GenerationCancelledError(KvferryError):
-    """The request was stopped before its end, and not because its client went away."""
+    """The request was stopped before its end, and not because its client disconnected."""
 
 
 class ClientGoneError(KvferryError):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection before the answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a client is told about an error."""
+    """An error as a client sees it."""
 
     status: int
     error_type: str
@@ -63,7 +63,7 @@ class Problem:
     headers: tuple[tuple[str, str], ...] = ()
 
     def body(self) -> bytes:
-        """The JSON answer."""
+        """The JSON of the answer."""
         return orjson.dumps({"error": self.message, "error_type": self.error_type})
 
 
@@ -83,22 +83,22 @@ _KINDS: tuple[tuple[type[KvferryError], int, str], ...] = (
     (KvferryError, 500, INCOMPLETE),
 )
 _FALCON_TYPES = {404: "NotFoundError", 405: "MethodNotAllowed", 413: "Request Too Large"}
-_OUR_FAULT = "internal error; the router's log has the details"
+_INTERNAL_ERROR = "internal error; the router's log has the details"
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Status, type and text for any exception. What is not an error of this project's own says nothing of itself."""
+    """Status, type and text for any exception. Foreign exceptions do not show their text."""
     if isinstance(error, falcon.HTTPError):
         return _problem_of_falcon(error)
     for kind, status, error_type in _KINDS:
         if isinstance(error, kind):
-            text = _OUR_FAULT if kind is InvariantError else str(error)
+            text = _INTERNAL_ERROR if kind is InvariantError else str(error)
             return Problem(status, error_type, text or error_type, _headers(error, status))
-    return Problem(500, INCOMPLETE, _OUR_FAULT)
+    return Problem(500, INCOMPLETE, _INTERNAL_ERROR)
 
 
 def error_of_end(end: EndEvent) -> BaseException | None:
-    """The exception that stands for an end other than stop or length; None for these two."""
+    """The exception for an end other than stop or length; None for these two."""
     if end.outcome in ("stop", "length"):
         return None
     if end.outcome == "timeout":
@@ -108,8 +108,8 @@ def error_of_end(end: EndEvent) -> BaseException | None:
     return end.error or KvferryError("generation ended with an error that has no description")
 
 
-def is_our_fault(problem: Problem) -> bool:
-    """True where the log should carry a traceback: a 500 that a client could not have avoided."""
+def is_internal_error(problem: Problem) -> bool:
+    """Whether the log should have a traceback: a 500 that the client could not have avoided."""
     return problem.status == 500
 
 
@@ -121,7 +121,7 @@ def _headers(error: BaseException, status: int) -> tuple[tuple[str, str], ...]:
     if isinstance(error, OverloadedError | UnavailableError):
         return (("Retry-After", str(max(1, math.ceil(error.retry_after_s)))),)
     if status == 413 or isinstance(error, BodyTooSlowError | AmbiguousLengthError | HttpVersionError):
-        # What is left of the body is not wanted, so this connection cannot carry another request.
+        # The rest of the body is not read, so this connection cannot carry another request.
         return (("Connection", "close"),)
     return ()
 
@@ -136,5 +136,5 @@ def _problem_of_falcon(error: falcon.HTTPError) -> Problem:
     elif isinstance(error, falcon.HTTPMethodNotAllowed):
         text = f"method not allowed here; allowed: {dict(headers).get('Allow', '')}"
     if status >= 500:
-        return Problem(status, INCOMPLETE, _OUR_FAULT, headers)
+        return Problem(status, INCOMPLETE, _INTERNAL_ERROR, headers)
     return Problem(status, _FALCON_TYPES.get(status, "Input Validation Error"), text, headers)

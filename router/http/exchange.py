@@ -1,19 +1,14 @@
-"""The shapes of ASGI that the HTTP layer touches. Types only.
+"""One HTTP request: its incoming side, whether its client is still connected, and what the access log reports of it.
 
-One HTTP request: its incoming side, whether its client is still there, and what the access log will say of it.
-
-Only this object calls ASGI's `receive`. While a request is answered it keeps awaiting it, because that is the only
-way to learn at once that the client left. Knows nothing of routes, models or errors' texts.
-
-What resources share: the exchange behind a falcon request, JSON answers, HEAD for whatever answers GET.
+Only `Exchange` calls ASGI's `receive`. While a request is answered it keeps awaiting it, because nothing else reports
+a disconnect immediately. Knows nothing of routes, models or error texts.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import cast
 
-import orjson
-from falcon.asgi import Request, Response
+from falcon.asgi import Request
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import RequestId
@@ -24,15 +19,6 @@ Scope = MutableMapping[str, object]
 AsgiMessage = MutableMapping[str, object]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
-
-
-def message_bytes(message: AsgiMessage) -> bytes:
-    """The `body` of an `http.request` or `http.response.body` message; empty where there is none."""
-    body = message.get("body", b"")
-    if not isinstance(body, bytes | bytearray | memoryview):
-        raise TypeError(f"an ASGI body is bytes, not {type(body).__name__}")
-    return bytes(body)
-
 
 SCOPE_KEY = "kvferry.exchange"
 
@@ -47,18 +33,18 @@ class Exchange:
         self.path = str(scope.get("path", ""))
         self.http_version = str(scope.get("http_version", "1.1"))
         self.client_id = ""
-        """The client's own id, once it was checked."""
+        """The client's own id, set when it was checked."""
         self.model = ""
-        """The model's name, once it is known to exist."""
+        """The model's name, set when it is known to exist."""
         self.outcome: Outcome | None = None
         self.generation: EndEvent | None = None
-        """How the generation ended, where one was begun and waited for."""
+        """How the generation ended; None if none was started or awaited to its end."""
         self.status = 0
-        """Of the head that was sent; 0 before."""
+        """Status of the head that was sent; 0 before."""
         self.gone = False
-        """The client left before its answer was complete."""
+        """The client disconnected before its answer was complete."""
         self.finished = False
-        """The answer's last byte was handed to the server."""
+        """The last byte of the answer was passed to the server."""
         self._headers = dict(cast("Iterable[tuple[bytes, bytes]]", scope.get("headers", ())))
         self._receive = receive
         self._body_ended = False
@@ -67,47 +53,46 @@ class Exchange:
 
     @property
     def content_length(self) -> int | None:
-        """What the client says the body is long, in bytes; None where it does not or says nonsense."""
+        """Content-Length in bytes; None if absent or not a number."""
         text = self._headers.get(b"content-length", b"")
         return int(text) if text.isdigit() and len(text) < 20 else None
 
     @property
     def has_two_lengths(self) -> bool:
-        """The head has both Content-Length and Transfer-Encoding."""
+        """Whether the head has both Content-Length and Transfer-Encoding."""
         return b"content-length" in self._headers and b"transfer-encoding" in self._headers
 
     @property
     def expects_continue(self) -> bool:
-        """The client sends its body only when asked to."""
+        """Whether the client waits for `100 Continue` before it sends its body."""
         return self._headers.get(b"expect", b"").lower() == b"100-continue"
 
     @property
     def body_ended(self) -> bool:
-        """All of the request's body was read."""
         return self._body_ended
 
     async def read_chunk(self) -> bytes | None:
         """The next piece of the body, None at its end. Raises ClientGoneError."""
         if self._watcher is not None:
-            raise InvariantError("the body is read after the watch for the client's leaving began")
+            raise InvariantError("the body is read after the watch for a disconnect began")
         if self._body_ended:
             return None
         message = await self._receive()
         if message["type"] == "http.disconnect":
-            self._leave()
-            raise ClientGoneError("the client left while it sent its request")
+            self._disconnected()
+            raise ClientGoneError("the client disconnected while it sent its request")
         self._body_ended = not message.get("more_body", False)
         return message_bytes(message)
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """From now on call `on_gone`, once, when the client leaves before its answer is complete."""
+        """From now on call `on_gone`, once, when the client disconnects before its answer is complete."""
         if self._watcher is not None:
             raise InvariantError("the client is watched already")
         self._on_gone = on_gone
         self._watcher = asyncio.get_running_loop().create_task(self._await_disconnect(), name="watch-client")
 
     async def close(self) -> None:
-        """End the watch. Safe to call any number of times."""
+        """End the watch. Idempotent."""
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return
@@ -115,7 +100,7 @@ class Exchange:
         await asyncio.gather(watcher, return_exceptions=True)
 
     def note_sent(self, message: AsgiMessage) -> None:
-        """Follow the outgoing side: `message` is about to be handed to the server."""
+        """Record an outgoing `message`; must be called before it is passed to the server."""
         if message["type"] == "http.response.start":
             self.status = cast("int", message["status"])
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
@@ -126,17 +111,17 @@ class Exchange:
         if self.finished and not self.status:
             raise InvariantError("an answer ended that has no head")
         if self.gone and self.finished:
-            raise InvariantError("a client left before the end of an answer that was complete")
+            raise InvariantError("a client counts as disconnected although its answer was complete")
         if self.generation is not None and self.outcome is None:
             raise InvariantError("tokens were counted for a request that has no outcome")
 
     async def _await_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
-            pass  # The rest of a body that nobody reads, or the server's empty message after a read one.
-        self._leave()
+            pass  # The rest of a body that is not read, or the server's empty message after one that was read.
+        self._disconnected()
 
-    def _leave(self) -> None:
-        # A server also says "disconnect" once the answer is complete.
+    def _disconnected(self) -> None:
+        # A server also sends "disconnect" when the answer is complete.
         if self.finished or self.gone:
             return
         self.gone = True
@@ -144,23 +129,14 @@ class Exchange:
             self._on_gone()
 
 
+def message_bytes(message: AsgiMessage) -> bytes:
+    """The `body` of an `http.request` or `http.response.body` message; empty if it has none."""
+    body = message.get("body", b"")
+    if not isinstance(body, bytes | bytearray | memoryview):
+        raise TypeError(f"an ASGI body is bytes, not {type(body).__name__}")
+    return bytes(body)
+
+
 def exchange_of(req: Request) -> Exchange:
-    """The exchange that the shell put beside this request."""
+    """The Exchange that the shell stored in the scope of this request."""
     return cast("Exchange", req.scope[SCOPE_KEY])
-
-
-def answer_json(resp: Response, value: object) -> None:
-    """Make `value` the answer."""
-    resp.data = orjson.dumps(value)
-
-
-class GetResource:
-    """A resource that answers GET, and HEAD with the same head."""
-
-    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """Answer; `params` are the fields of the path."""
-        raise NotImplementedError
-
-    async def on_head(self, req: Request, resp: Response, **params: str) -> None:
-        """The head of what GET would answer; falcon leaves the body out."""
-        await self.on_get(req, resp, **params)

@@ -15,7 +15,7 @@ class Generation:
     ) -> None:
         self.num_tokens = 0
         """Tokens passed on so far."""
-        self._model = request.model
+        self._model = request.spec.model
         self._stream = stream
         self._events = stream.__aiter__()
         self._exchange = exchange
@@ -23,11 +23,12 @@ class Generation:
         self._clock = clock
         self._first_token_s: float | None = None
         self._ended = False
-        metrics.submitted(request.model)
+        metrics.submitted(request.spec.model)
 
     async def next_event(self) -> StreamEvent:
-        """Wait for the next event; nothing comes after the EndEvent. Raises InvariantError for a stream that breaks
-        its promise, and whatever the stream itself raises.
+        """Wait for the next event; nothing follows the EndEvent.
+
+        Raises InvariantError for a stream that violates the order of TokenStream, and the stream's own exceptions.
         """
         try:
             event = await anext(self._events)
@@ -40,11 +41,11 @@ class Generation:
         return event
 
     def cancel(self, reason: str) -> None:
-        """The client is gone: the stream's next event is its end."""
+        """Cancel for a client that disconnected: the stream's next event is its end."""
         self._stream.cancel(reason)
 
     def close(self) -> None:
-        """Nobody wants more. A generation that has not ended is cancelled. Safe to call any number of times."""
+        """Release the stream; cancel a generation that has not ended. Idempotent."""
         if not self._ended:
             self._ended = True
             self._exchange.outcome = "cancelled"

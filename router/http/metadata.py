@@ -1,22 +1,15 @@
-"""Health: `/v2/health/live`, `/v2/health/ready`, `/health`, `/v2/models/{model}/ready`.
+"""The resources that answer GET: health, what is served, and metrics. They read; they start and change nothing.
 
-Live: this worker answers. Ready: a request would be served now; else 503 and why.
-
-What is served: `/v2`, `/v2/models/{model}`, `/v2/models/{model}/config`, `/v1/models`.
-
-`GET /metrics`: Prometheus' text format, for all workers of this gunicorn.
+Live means that this worker answers; ready, that a request would be served now (else 503 with the reason).
 """
 
 import asyncio
 
+import orjson
 from falcon.asgi import Request, Response
 
 from kvferry.common.base.errors import UnavailableError
 from kvferry.router.http.dependencies import AppDependencies
-from kvferry.router.http.exchange import (
-    GetResource,
-    answer_json,
-)
 from kvferry.router.http.infer import known_model
 from kvferry.router.http.metrics import CONTENT_TYPE
 from kvferry.router.http.validation import (
@@ -25,61 +18,66 @@ from kvferry.router.http.validation import (
     max_prompt_tokens,
 )
 
-
-class LiveResource(GetResource):
-    """This worker answers."""
-
-    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """Always 200."""
-        answer_json(resp, {"live": True})
-
-
-class ReadyResource(GetResource):
-    """Some model, or the one that the path names, would be served now."""
-
-    def __init__(self, deps: AppDependencies) -> None:
-        self._service = deps.service
-        self._deps = deps
-
-    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """200, 404 for an unknown model, or 503 and why."""
-        name = params.get("model")
-        if name is not None:
-            known_model(self._deps, name)
-        reason = self._service.not_ready_reason(name)
-        if reason is not None:
-            raise UnavailableError(reason)
-        answer_json(resp, {"ready": True} if name is None else {"name": name, "ready": True})
-
-
 EXTENSIONS = ("model_configuration", "parameters", "schedule_policy")
-"""Of the v2 protocol, as far as they are served."""
+"""Extensions of the v2 protocol, as far as they are supported."""
 _INPUT_NAME = "input0"
 
 
-class ServerResource(GetResource):
-    """The server's own name, version and extensions."""
+class GetResource:
+    """A resource that answers GET, and HEAD with the same head."""
+
+    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
+        """Answer; `params` are the fields of the path."""
+        raise NotImplementedError
+
+    async def on_head(self, req: Request, resp: Response, **params: str) -> None:
+        # falcon leaves the body out.
+        await self.on_get(req, resp, **params)
+
+
+class LiveResource(GetResource):
+    """`/v2/health/live`: always 200."""
+
+    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
+        _answer(resp, {"live": True})
+
+
+class ReadyResource(GetResource):
+    """`/v2/health/ready`, `/health`: any model is served; `/v2/models/{model}/ready`: this model is served."""
 
     def __init__(self, deps: AppDependencies) -> None:
         self._deps = deps
 
     async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """Server metadata."""
-        answer_json(
-            resp, {"name": self._deps.server_name, "version": self._deps.version, "extensions": list(EXTENSIONS)}
-        )
+        """200, 404 for an unknown model, or 503 with the reason."""
+        name = params.get("model")
+        if name is not None:
+            known_model(self._deps, name)
+        reason = self._deps.service.not_ready_reason(name)
+        if reason is not None:
+            raise UnavailableError(reason)
+        _answer(resp, {"ready": True} if name is None else {"name": name, "ready": True})
+
+
+class ServerResource(GetResource):
+    """`/v2`: the server's name, version and extensions."""
+
+    def __init__(self, deps: AppDependencies) -> None:
+        self._deps = deps
+
+    async def on_get(self, req: Request, resp: Response, **params: str) -> None:
+        _answer(resp, {"name": self._deps.server_name, "version": self._deps.version, "extensions": list(EXTENSIONS)})
 
 
 class ModelResource(GetResource):
-    """A model's inputs and outputs."""
+    """`/v2/models/{model}`: a model's inputs and outputs."""
 
     def __init__(self, deps: AppDependencies) -> None:
         self._deps = deps
 
     async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """Model metadata."""
         model = known_model(self._deps, params["model"])
-        answer_json(
+        _answer(
             resp,
             {
                 "name": model.name,
@@ -91,16 +89,15 @@ class ModelResource(GetResource):
 
 
 class ModelConfigResource(GetResource):
-    """A model's limits here."""
+    """`/v2/models/{model}/config`: a model's limits and defaults at this router; lengths in tokens."""
 
     def __init__(self, deps: AppDependencies) -> None:
         self._deps = deps
 
     async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """Model configuration; lengths in tokens."""
         model = known_model(self._deps, params["model"])
         settings = self._deps.settings
-        answer_json(
+        _answer(
             resp,
             {
                 "name": model.name,
@@ -120,30 +117,32 @@ class ModelConfigResource(GetResource):
 
 
 class ModelListResource(GetResource):
-    """All models that nodes told of, in OpenAI's form."""
+    """`/v1/models`: all models that nodes have registered, in OpenAI's form, by name; empty before the first node."""
 
     def __init__(self, deps: AppDependencies) -> None:
         self._deps = deps
 
     async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """The list, by name; before the first node told of itself it is empty."""
         deps = self._deps
         names = sorted(model.name for model in deps.service.models())
         data = [
             {"id": name, "object": "model", "created": deps.started_at, "owned_by": deps.server_name} for name in names
         ]
-        answer_json(resp, {"object": "list", "data": data})
+        _answer(resp, {"object": "list", "data": data})
 
 
 class MetricsResource(GetResource):
-    """All metrics."""
+    """`/metrics`: Prometheus' text format, for all workers of this gunicorn."""
 
     def __init__(self, deps: AppDependencies) -> None:
         self._deps = deps
 
     async def on_get(self, req: Request, resp: Response, **params: str) -> None:
-        """The numbers of this instant."""
         service, metrics = self._deps.service, self._deps.metrics
         metrics.observe_service(tuple(model.name for model in service.models()), service.counts())
         resp.content_type = CONTENT_TYPE
         resp.data = await asyncio.to_thread(metrics.render) if metrics.reads_files else metrics.render()
+
+
+def _answer(resp: Response, value: object) -> None:
+    resp.data = orjson.dumps(value)

@@ -1,6 +1,6 @@
-"""The `parameters` object of a token request: types, ranges and their order. Pure.
+"""The `parameters` object of a token request: types, ranges and defaults. Pure.
 
-`null` means absent. The first fault wins, in the order of the fields of `RequestParameters`.
+`null` means absent. Only the first violation is reported, in the order of `read_parameters`.
 """
 
 import math
@@ -10,19 +10,19 @@ from typing import NoReturn
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.http.describe_value import describe_value
+from kvferry.router.http.json_body.faults import describe_value
 
 INT32_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1
 SMALLEST = 1e-6
-"""What is divided by, and shares, must be above it."""
+"""Exclusive lower bound of divisors and shares."""
 LAST_PRIORITY = 5
 LONGEST_TIMEOUT_S = 3600
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """What a client gave, checked; None where it gave nothing."""
+    """The checked parameters of a client; None for each that it did not give."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -35,7 +35,7 @@ class RequestParameters:
     timeout_s: int | None = None
 
     def resolve(self, model: ModelInfo, num_prompt_tokens: int, max_iter_times: int, seed: int) -> SamplingParams:
-        """Fill in the defaults. `seed` is the one to take where the client gave none.
+        """Fill in the defaults; `seed` is used if the client gave none.
 
         `num_prompt_tokens` must be below the model's max_model_len.
         """
@@ -54,7 +54,7 @@ class RequestParameters:
 
 
 def read_parameters(value: object, where: str) -> RequestParameters:
-    """Check the object at `where` in the body. Raises RequestInvalidError naming the first field that breaks a rule."""
+    """Check the object at `where` in the body. Raises RequestInvalidError naming the first invalid field."""
     if value is None:
         return RequestParameters()
     if not isinstance(value, dict):
@@ -78,14 +78,14 @@ def read_parameters(value: object, where: str) -> RequestParameters:
 
 
 class _Fields:
-    """Typed access to a decoded JSON object, with the place for error texts."""
+    """Typed access to a decoded JSON object; `where` is its place in the body, for error texts."""
 
     def __init__(self, values: dict[str, object], where: str) -> None:
         self._values = values
         self._where = where
 
     def number(self, name: str, *, above: float, at_most: float = math.inf) -> float | None:
-        """A finite number in (above, at_most]; a JSON int will do, a bool will not."""
+        """A finite number in (above, at_most]: an int is accepted, a bool is not."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -103,7 +103,7 @@ class _Fields:
         return number
 
     def integer(self, name: str, low: int, high: int) -> int | None:
-        """An integer in [low, high]; neither 1.0 nor a bool will do."""
+        """An integer in [low, high]: neither 1.0 nor a bool is accepted."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -112,7 +112,6 @@ class _Fields:
         return value
 
     def boolean(self, name: str) -> bool | None:
-        """true or false and nothing else."""
         value = self._values.get(name)
         if value is None or isinstance(value, bool):
             return value

@@ -1,4 +1,4 @@
-"""The route table: which path is served by which resource. One line a path; whatever is not here is 404."""
+"""The route table: which resource serves which path. One line per path; every other path is 404."""
 
 import re
 
@@ -7,10 +7,7 @@ from falcon import HTTPNotFound
 from falcon.asgi import Request, Response
 
 from kvferry.router.http.dependencies import AppDependencies
-from kvferry.router.http.infer import (
-    InferResource,
-    InferStreamResource,
-)
+from kvferry.router.http.infer import InferResource, InferStreamResource
 from kvferry.router.http.metadata import (
     LiveResource,
     MetricsResource,
@@ -25,7 +22,7 @@ _VERSIONS = re.compile(r"/v2/models/[^/]+/versions(/|$)")
 
 
 def routes(deps: AppDependencies) -> tuple[tuple[str, object], ...]:
-    """Path template and resource of everything that is served."""
+    """All path templates with their resources."""
     ready = ReadyResource(deps)
     return (
         ("/v2/models/{model}/infer", InferResource(deps)),
@@ -43,7 +40,6 @@ def routes(deps: AppDependencies) -> tuple[tuple[str, object], ...]:
 
 
 def add_routes(app: falcon.asgi.App[Request, Response], deps: AppDependencies) -> None:
-    """Put the table into `app`."""
     for template, resource in routes(deps):
         app.add_route(template, resource)
     app.add_sink(_versions_are_not_supported, _VERSIONS)

@@ -1,7 +1,7 @@
-"""The thin ASGI shell around falcon's app: lifespan, the client's leaving, the access log, the last line of defence.
+"""The ASGI shell around falcon's app: lifespan, client disconnects, the access log, answers to unexpected exceptions.
 
-Falcon notices a client that left only while it streams, and reads from the body before it looks at the path. So the
-shell hands it a request without a body; `Exchange` owns the real incoming side. Decides nothing about requests.
+Falcon notices a disconnect only while it streams, and reads from the body before it looks at the path. So the shell
+passes it a request without a body; `Exchange` owns the real incoming side. Decides nothing about requests.
 """
 
 from collections.abc import Iterable
@@ -27,12 +27,12 @@ from kvferry.router.http.exchange import (
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
 _HTTP_VERSIONS = ("1.0", "1.1")
-"""The server parses any number; what others mean (HTTP/2's preface, say) it does not know."""
+"""The server parses any version number, also those it does not implement (of HTTP/2's preface, for example)."""
 _NO_BODY: AsgiMessage = {"type": "http.request", "body": b"", "more_body": False}
 _BODY_UNREAD = (400, 413, 505)
-"""Answers that are given before the body was read."""
+"""Statuses of answers that are sent before the body was read."""
 LINGER_S = 2.0
-"""How long a connection that is refused in the middle of its body is read on, so that the client reads the answer."""
+"""How long the rest of a refused body is read and dropped, so that the client reads the answer."""
 
 
 class AsgiShell:
@@ -43,7 +43,7 @@ class AsgiShell:
         self._deps = deps
 
     async def __call__(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
-        """One connection's scope: `http` or `lifespan`; a `websocket` is turned away."""
+        """Serve one scope: `http` or `lifespan`; a `websocket` is closed."""
         if scope["type"] == "http":
             await self._http(scope, receive, send)
         elif scope["type"] == "lifespan":
@@ -55,21 +55,21 @@ class AsgiShell:
 
     async def _http(self, scope: Scope, receive: Receive, send: AsgiSend) -> None:
         deps = self._deps
-        # ASGI says iterable of iterables: they may serve once only.
+        # ASGI allows iterables that can be read only once.
         headers = cast("Iterable[Iterable[bytes]]", scope.get("headers", ()))
         scope = {**scope, "headers": [tuple(pair) for pair in headers]}
         exchange = Exchange(scope, receive, deps.new_request_id(), deps.clock.now())
         answer = _Answer(exchange, send)
         inner: Scope = {**scope, SCOPE_KEY: exchange}
         if exchange.method not in _KNOWN_METHODS:
-            inner["method"] = "TRACE"  # Served nowhere: falcon answers 404 or 405, as for any other wrong method.
+            inner["method"] = "TRACE"  # No resource has it: falcon answers 404 or 405, as for any other wrong method.
         try:
             if exchange.http_version not in _HTTP_VERSIONS:
                 await answer.fail(
-                    HttpVersionError(f"head: HTTP/{exchange.http_version} is not spoken here, HTTP/1.1 is")
+                    HttpVersionError(f"head: HTTP/{exchange.http_version} is not supported; use HTTP/1.1")
                 )
             elif exchange.has_two_lengths:
-                await answer.fail(AmbiguousLengthError("head: both Content-Length and Transfer-Encoding"))
+                await answer.fail(AmbiguousLengthError("head: has both Content-Length and Transfer-Encoding; send one"))
             else:
                 await self._app(dict(inner), _receive_no_body, answer.send)
         except Exception as error:
@@ -77,9 +77,9 @@ class AsgiShell:
             await answer.fail(error)
         finally:
             await exchange.close()
-            self._account(exchange)
+            self._record(exchange)
 
-    def _account(self, exchange: Exchange) -> None:
+    def _record(self, exchange: Exchange) -> None:
         if exchange.model:
             success = exchange.outcome in ("stop", "length") and exchange.finished
             self._deps.metrics.ended(exchange.model, success=success)
@@ -110,7 +110,7 @@ class _Answer:
         self._send = send
 
     async def send(self, message: AsgiMessage) -> None:
-        """Pass a message on to the server, unless nobody is there to read it."""
+        """Pass a message to the server, unless the client has disconnected."""
         exchange = self._exchange
         if exchange.gone:
             return
@@ -119,7 +119,7 @@ class _Answer:
             message = {**message, "headers": headers}
         exchange.note_sent(message)
         if exchange.status in _BODY_UNREAD and exchange.finished:
-            # Closing with unread bytes resets the connection, and the client may lose the answer it should read.
+            # Closing with unread bytes resets the connection, and the client may lose the answer.
             await self._send({**message, "more_body": True})
             await self._drain()
             message = {"type": "http.response.body", "body": b"", "more_body": False}

@@ -1,8 +1,6 @@
-"""Whether a request's Accept header asks for server-sent events. Pure.
+"""Server-sent events: whether a request asks for them, their bytes, and the body that falcon streams after the head.
 
-Server-sent events of a token stream: their bytes, and the body that falcon sends after the head.
-
-One event per TokensEvent, one for the end. After the head an error can only be an event; it is never raw text.
+One event per TokensEvent, one for the end. After the head an error can only be sent as an event.
 """
 
 import logging
@@ -11,7 +9,7 @@ from collections.abc import Mapping
 import orjson
 
 from kvferry.router.api import EndEvent, StreamEvent, TokensEvent
-from kvferry.router.http.errors import Problem, error_of_end, is_our_fault, problem_of
+from kvferry.router.http.errors import Problem, error_of_end, is_internal_error, problem_of
 from kvferry.router.http.generation import Generation
 
 EVENT_STREAM = "text/event-stream"
@@ -19,9 +17,9 @@ _JSON = "application/json"
 
 
 def wants_event_stream(accept: str) -> bool:
-    """True where events are named in `accept` and preferred to JSON; between equals the first named wins.
+    """Whether `accept` names events and prefers them to JSON; of equal qualities the first wins.
 
-    A wildcard asks for nothing: without an explicit `text/event-stream` the answer is plain JSON.
+    Wildcards do not count: without an explicit `text/event-stream` the answer is plain JSON.
     """
     best = ("", 0.0)
     for part in accept.lower().split(","):
@@ -44,12 +42,11 @@ def _quality(parameters: str) -> float:
 
 
 def tokens_event(client_id: str, event: TokensEvent) -> bytes:
-    """New tokens."""
     return _event({"id": client_id, "index": event.index, "token_ids": event.token_ids})
 
 
 def end_event(client_id: str, num_tokens: int, end: EndEvent) -> bytes:
-    """The last event: no new tokens, but how it ended, what it used and which nodes served it."""
+    """The last event: how the generation ended, its token counts and the nodes that served it; no tokens."""
     error = error_of_end(end)
     fields: dict[str, object] = {"id": client_id}
     if error is None:
@@ -67,13 +64,13 @@ def end_event(client_id: str, num_tokens: int, end: EndEvent) -> bytes:
 
 
 def error_event(client_id: str, problem: Problem) -> bytes:
-    """The last event of a stream that broke on the router's own side."""
+    """The last event of a stream that failed inside the router."""
     fields = {"error": problem.message, "error_type": problem.error_type, "finish_reason": "error"}
     return _event({"id": client_id} | fields)
 
 
 class EventStream:
-    """An asynchronous iterator of event bytes. Falcon calls `close` when the answer is over, however it ends."""
+    """An asynchronous iterator of event bytes. Falcon calls `close` when the answer has ended for any reason."""
 
     def __init__(self, client_id: str, first: StreamEvent, generation: Generation, logger: logging.Logger) -> None:
         self._client_id = client_id
@@ -86,7 +83,6 @@ class EventStream:
         return self
 
     async def __anext__(self) -> bytes:
-        """The next event's bytes. Raises StopAsyncIteration after the last."""
         if self._ended:
             raise StopAsyncIteration
         try:
@@ -94,8 +90,8 @@ class EventStream:
         except Exception as error:
             self._ended = True
             problem = problem_of(error)
-            if is_our_fault(problem):
-                self._logger.error("a token stream broke", exc_info=error)
+            if is_internal_error(problem):
+                self._logger.error("a token stream failed", exc_info=error)
             return error_event(self._client_id, problem)
         self._pending = None
         if isinstance(event, TokensEvent):
@@ -104,7 +100,7 @@ class EventStream:
         return end_event(self._client_id, self._generation.num_tokens, event)
 
     async def close(self) -> None:
-        """Let go of the generation; one that has not ended is cancelled."""
+        """Close the generation, which cancels it unless it has ended."""
         self._generation.close()
 
 

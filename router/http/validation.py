@@ -1,12 +1,11 @@
-"""What a checked token request is, and what its answers look like. Plain data and their JSON; no checks, no IO.
+"""The rules of `POST /v2/models/{model}/infer`, and the JSON of its answer. Pure.
 
-The rules of `POST /v2/models/{model}/infer`, in the order that decides which fault is told. Pure.
-
-Order: inputs, name, shape, datatype, data, id, outputs, parameters, vocabulary, length. `null` means absent, unknown
-keys are ignored, and the first fault wins. Texts begin with where it is.
+Only the first violation is reported, in this order: inputs, name, shape, datatype, data, id, outputs, parameters,
+vocabulary, length. `null` means absent, and unknown keys are ignored. Error texts begin with the place in the body.
 """
 
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
@@ -16,34 +15,17 @@ import orjson
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.model_info import ModelInfo
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.router.api import GenerateRequest
-from kvferry.router.http.describe_value import describe_value
-from kvferry.router.http.document import Document
-from kvferry.router.http.number_run import ParsedTokenIds
+from kvferry.router.http.json_body.faults import describe_value
+from kvferry.router.http.json_body.long_arrays import ParsedTokenIds
+from kvferry.router.http.json_body.reader import JsonBody
 from kvferry.router.http.parameters import read_parameters
 
 DATATYPE = "UINT32"
 DEFAULT_OUTPUT_NAME = "output0"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedInfer:
-    """A token request that broke no rule."""
-
-    client_id: str
-    """The id to answer with: the client's own, else one made by the router."""
-    output_name: str
-    request: GenerateRequest
-
-
-def infer_answer(client_id: str, output_name: str, token_ids: Sequence[int]) -> bytes:
-    """The JSON of a unary answer: generated ids alone, and no other key."""
-    output = {"name": output_name, "shape": [1, len(token_ids)], "datatype": DATATYPE, "data": list(token_ids)}
-    return orjson.dumps({"id": client_id, "outputs": [output]})
-
-
 MAX_IDS = 1_048_576
-"""Longest prompt of the API, whatever the model can do."""
+"""Longest prompt that the API accepts for any model."""
 DEFAULT_PRIORITY = 5
 DEFAULT_TIMEOUT_S = 600
 _MAX_NAME = 256
@@ -52,13 +34,29 @@ _ID = re.compile(r"[A-Za-z0-9_-]{1,256}", re.ASCII)
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedInfer:
+    """A valid token request."""
+
+    client_id: str
+    """The id in the answer: the client's own, else one made by the router."""
+    output_name: str
+    request: GenerateRequest
+
+
+def infer_answer(client_id: str, output_name: str, token_ids: Sequence[int]) -> bytes:
+    """The JSON of an answer without events: the generated ids only, without the prompt."""
+    output = {"name": output_name, "shape": [1, len(token_ids)], "datatype": DATATYPE, "data": list(token_ids)}
+    return orjson.dumps({"id": client_id, "outputs": [output]})
+
+
 def max_prompt_tokens(model: ModelInfo, max_input_length: int) -> int:
-    """Longest prompt in tokens that `model` takes here: one output token must have room behind it."""
+    """Longest prompt in tokens for `model` at this router: one output token must fit after it."""
     return min(MAX_IDS, max_input_length, model.max_model_len - 1, model.max_position_embeddings)
 
 
 def check_infer(
-    document: Document,
+    body: JsonBody,
     model: ModelInfo,
     *,
     max_input_length: int,
@@ -66,21 +64,21 @@ def check_infer(
     request_id: RequestId,
     seed: int,
 ) -> CheckedInfer:
-    """Turn a decoded body into a request with nothing left open. Raises RequestInvalidError for the first fault.
+    """Turn a decoded body into a request with all defaults filled in. Raises RequestInvalidError for the first fault.
 
-    `seed` is used where the client gave none, `request_id` also as the id to answer with.
+    `seed` is used if the client gave none. So is `request_id` as the id in the answer.
     """
-    body = _expect(document.root, dict, "body", "a JSON object")
-    tensor = _only_element(body.get("inputs"), "inputs")
+    root = _expect(body.root, dict, "body", "a JSON object")
+    tensor = _only_element(root.get("inputs"), "inputs")
     _check_name(tensor.get("name"))
     num_ids = _check_shape(tensor.get("shape"))
     if tensor.get("datatype") != DATATYPE:
         _refuse("inputs[0].datatype", f'must be "{DATATYPE}"', tensor.get("datatype"))
-    ids = _check_data(document, tensor.get("data"), num_ids)
-    client_id = _check_id(body.get("id"))
-    output_name = _check_outputs(body.get("outputs"))
-    if body.get("parameters") is not None:
-        parameters = read_parameters(body.get("parameters"), "parameters")
+    ids = _check_data(body, tensor.get("data"), num_ids)
+    client_id = _check_id(root.get("id"))
+    output_name = _check_outputs(root.get("outputs"))
+    if root.get("parameters") is not None:
+        parameters = read_parameters(root.get("parameters"), "parameters")
     else:
         parameters = read_parameters(tensor.get("parameters"), "inputs[0].parameters")
     if ids.outside is not None:
@@ -90,10 +88,13 @@ def check_infer(
         raise RequestInvalidError(f"inputs[0].shape: n must be at most {longest} for this model, got {num_ids}")
     request = GenerateRequest(
         request_id=request_id,
-        model=model.name,
-        prompt_token_ids=ids.ids,
-        sampling=parameters.resolve(model, num_ids, max_iter_times, seed),
-        priority=parameters.priority or DEFAULT_PRIORITY,
+        spec=RequestSpec(
+            model=model.name,
+            prompt_token_ids=ids.ids,
+            output_token_ids=array("I"),
+            sampling=parameters.resolve(model, num_ids, max_iter_times, seed),
+            priority=parameters.priority or DEFAULT_PRIORITY,
+        ),
         timeout_s=float(parameters.timeout_s or DEFAULT_TIMEOUT_S),
         client_id=client_id or "",
     )
@@ -117,9 +118,9 @@ def _check_shape(value: object) -> int:
     return num_ids
 
 
-def _check_data(document: Document, value: object, num_ids: int) -> ParsedTokenIds:
+def _check_data(body: JsonBody, value: object, num_ids: int) -> ParsedTokenIds:
     data = _expect(value, list, "inputs[0].data", "a flat array of integers")
-    ids = document.token_ids(data)
+    ids = body.token_ids(data)
     if ids.not_integer is not None:
         raise RequestInvalidError(f"inputs[0].data[{ids.not_integer.index}]: {ids.not_integer.what}")
     if ids.count != num_ids:

@@ -1,10 +1,10 @@
-"""Which nodes a request goes to: published loads plus what this worker has in flight. Pure; knows no messages.
+"""Which nodes a request goes to, by published loads plus what this worker booked since. Pure; knows no messages.
 
-Least waiting prompt tokens for the prefill node, where one that holds the request's KV is spared its own; most free
-blocks for the decode candidates. A node that can do both is its own first candidate: what it has computed needs no
-ferry there. So its free blocks count as well, behind the waiting tokens. Only nodes between which KV may pass make a
-pair; one that failed a moment ago is avoided while there is another one. Ties go to the name, turned by the request's
-plan number, so that workers with equal knowledge do not all choose the same node.
+The prefill node has the least waiting prompt tokens, not counting the request's own at the node that holds its KV. The
+decode candidates have the most free blocks. A colocated node is its own first candidate, since that needs no KV
+transfer; so its free blocks count too, after the waiting tokens. Only nodes with compatible KV make a pair, and a pair
+that failed recently is avoided while there is another. Ties are broken by position, rotated by the placement number, so
+that workers with the same view do not all choose the same node.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,9 +23,8 @@ class PrefillView:
     incarnation: Incarnation
     name: str
     waiting_tokens: int
-    """Published, plus what this worker booked since."""
+    """Published, plus those this worker booked since."""
     compatibility: Compatibility
-    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class DecodeView:
     incarnation: Incarnation
     name: str
     free_blocks: int
-    """Published, less what this worker booked since."""
+    """Published, less those this worker booked since."""
     total_blocks: int
     compatibility: Compatibility
 
@@ -53,15 +52,16 @@ def choose(
     decodes: Sequence[DecodeView],
     *,
     avoid: Collection[tuple[Incarnation, Incarnation]] = (),
-    turn: int = 0,
+    rotation: int = 0,
     holder: Incarnation | None = None,
     held_tokens: int = 0,
 ) -> Choice | None:
-    """The best pair and its alternatives; None when no two nodes make a pair.
+    """The best pair and its alternatives; None if no two nodes make a pair.
 
-    holder: a prefill node at which nothing of the request's held_tokens needs computing.
+    avoid: pairs that failed recently. rotation: rotates the order of equally good nodes.
+    holder: the prefill node that holds the KV of the request's held_tokens, which it need not compute.
     """
-    offset = {view.incarnation: (index + turn) % len(prefills) for index, view in enumerate(prefills)}
+    offset = {view.incarnation: (index + rotation) % len(prefills) for index, view in enumerate(prefills)}
     used = {view.incarnation: _used(view) for view in decodes}
 
     def cost(view: PrefillView) -> tuple[int, float, int]:
@@ -74,7 +74,7 @@ def choose(
         fitting = [view for view in decodes if view.compatibility == prefill.compatibility]
         if not fitting:
             continue
-        order = _rank_decodes(fitting, prefill.incarnation, avoid, turn)
+        order = _rank_decodes(fitting, prefill.incarnation, avoid, rotation)
         choice = Choice(prefill.incarnation, tuple(view.incarnation for view in order[:MAX_CANDIDATES]))
         if (prefill.incarnation, choice.decodes[0]) not in avoid:
             return choice
@@ -86,9 +86,9 @@ def _rank_decodes(
     decodes: Sequence[DecodeView],
     prefill: Incarnation,
     avoid: Collection[tuple[Incarnation, Incarnation]],
-    turn: int,
+    rotation: int,
 ) -> list[DecodeView]:
-    offset = {view.incarnation: (index + turn) % len(decodes) for index, view in enumerate(decodes)}
+    offset = {view.incarnation: (index + rotation) % len(decodes) for index, view in enumerate(decodes)}
 
     def rank(view: DecodeView) -> tuple[bool, bool, float, int]:
         avoided = (prefill, view.incarnation) in avoid

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvferry.ops.cli.numbers import above_zero, count, positive, three_counts
-from tests.chaos.asks import REAL_SIZES, Sizes, pool
-from tests.chaos.crowd import Target
+from tests.chaos.client_requests import REAL_SIZES, Sizes, pool
 from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.links import Links
+from tests.chaos.load import Target
 from tests.chaos.namespaces import NamespaceLinks, can_have_namespaces, enter_hub
 from tests.chaos.report import write_report
-from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, fill_in, standing, tiny_model
+from tests.chaos.testbed import REAL_SETTINGS, VOCAB_SIZE, Shape, Testbed, fill_in, running_testbed, tiny_model
 from tests.chaos.trial import Plan, Result, run_trial
 from tests.support.keys import KeyRing
 from tests.support.real_model import real_model_path
@@ -72,24 +72,24 @@ def main(argv: list[str]) -> int:
         settings = {**_SETTINGS, **REAL_SETTINGS} if args.real else _SETTINGS
         prefill, decode, colocated = args.nodes
         shape = Shape(model, prefill, decode, settings=settings, keys=keys, colocated=colocated)
-        with standing(shape, directory, make_links) as stand:
+        with running_testbed(shape, directory, make_links) as testbed:
             try:
-                result = asyncio.run(run_trial(stand, plan, _target(stand, args)))
+                result = asyncio.run(run_trial(testbed, plan, _target(testbed, args)))
             finally:
                 args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / f"{report}.log").write_text(stand.served.log())
+                (args.out / f"{report}.log").write_text(testbed.served.log())
             page = write_report(result, args.out, shlex.join(["python", "-m", "tests.chaos", *argv]), report)
     sys.stdout.write(page.read_text())
     return _code(result)
 
 
-def _target(stand: Stand, args: argparse.Namespace) -> Target:
+def _target(testbed: Testbed, args: argparse.Namespace) -> Target:
     sizes = REAL_SIZES if args.real else Sizes(vocab_size=VOCAB_SIZE)
-    return Target(stand.served.port, stand.served.model, pool(args.seed, args.pool, sizes))
+    return Target(testbed.served.port, testbed.served.model, pool(args.seed, args.pool, sizes))
 
 
 def _code(result: Result) -> int:
-    reached = len(result.records) >= result.plan.requests and len(result.strikes) >= result.plan.faults
+    reached = len(result.records) >= result.plan.requests and len(result.injected) >= result.plan.faults
     return 0 if reached and not result.wrong else 1
 
 

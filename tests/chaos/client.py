@@ -8,13 +8,13 @@ from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
-from tests.chaos.asks import Ask, Generation
+from tests.chaos.client_requests import ClientRequest, Generation
 from tests.chaos.http import BrokenOffError, Connection, Head
 
 HUNG_S = 120.0
 """Nothing here takes as long."""
 _OVER_DEADLINE_S = 8.0
-"""A router worker may be stopped while a deadline passes; it answers when it goes on."""
+"""A router worker may be stopped while a deadline passes; it answers when it continues."""
 _CROSSED_S = 0.5
 """A kept-alive connection that ends this soon was closed before the request came; later, the request was lost."""
 
@@ -36,7 +36,7 @@ class End(Enum):
 class Record:
     """One request from its sending to its end, in seconds of this machine's monotonic clock."""
 
-    ask: Ask
+    ask: ClientRequest
     started: float
     ended: float = 0.0
     end: End = End.HUNG
@@ -50,7 +50,9 @@ class Record:
     """What is not as it must be."""
 
 
-async def ask_once(connection: Connection, model: str, generations: Sequence[Generation], ask: Ask) -> Record:
+async def send_once(
+    connection: Connection, model: str, generations: Sequence[Generation], ask: ClientRequest
+) -> Record:
     """Send it and take in what comes; the record has no tokens judged yet."""
     record = Record(ask, time.monotonic(), port=connection.port)
     first = connection.requests == 0
@@ -91,7 +93,7 @@ def _wrong(record: Record, generation: Generation, truth: Sequence[int]) -> str:
     if record.end is End.COMPLETE and len(ids) != len(truth):
         return f"{len(ids)} of {len(truth)} tokens"
     if record.end is End.TIMEOUT and not ask.timeout_s:
-        return "a deadline that nobody asked for"
+        return "a deadline that no client asked for"
     if ask.timeout_s and record.end is End.TIMEOUT and took < ask.timeout_s - 0.05:
         return f"its deadline came after {took:.2f} s"
     if ask.timeout_s and took > ask.timeout_s + _OVER_DEADLINE_S:

@@ -8,8 +8,8 @@ _DONE_TO_THEM = {"9", "15", "SIGKILL", "SIGTERM"}
 _ORDERLY = "0"
 
 
-def strange_deaths(log: str) -> list[str]:
-    """Every end by a signal that nobody sent (SIGABRT: an assertion; SIGSEGV), and every exit code but 0."""
+def unexplained_deaths(log: str) -> list[str]:
+    """Every end by a signal that no fault sent (SIGABRT: an assertion; SIGSEGV), and every exit code but 0."""
     found = []
     for line in log.splitlines():
         for pattern in (_CHILD, _WORKER):

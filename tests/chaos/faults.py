@@ -28,7 +28,7 @@ class Fault:
     """A node's name, `worker` (any), `router` (gunicorn itself), `proxy`, or `launcher` (what started them)."""
     other: str = ""
     lasts_s: float = 0.0
-    """Until a stopped process goes on or a cut link heals."""
+    """Until a stopped process continues or a cut link heals."""
 
     def __str__(self) -> str:
         end = f" {self.lasts_s:.1f} s" if self.lasts_s else ""

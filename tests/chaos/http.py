@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client on asyncio streams: one keep-alive connection, unary answers and server-sent events.
 
-Light, so that thousands of requests a second can be asked for, and exact: it tells a connection that was closed before
-a request from one that broke off in the middle of an answer.
+Light, so that thousands of requests a second can be asked for, and exact: it distinguishes a connection that was closed
+before a request from one that broke off in the middle of an answer.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Connection:
 
     @classmethod
     async def open(cls, port: int) -> "Connection":
-        """ConnectionError when nobody listens."""
+        """ConnectionError when no process listens."""
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
     @property
@@ -50,7 +50,7 @@ class Connection:
         return port
 
     @property
-    def can_go_on(self) -> bool:
+    def can_continue(self) -> bool:
         """Whether another request may be sent on it."""
         last = self._head
         kept = last is None or last.headers.get("connection", "").lower() != "close"

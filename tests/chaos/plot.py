@@ -19,8 +19,8 @@ def plot_trial(result: Result, path: Path) -> None:
     ends = [record.ended - result.began for record in result.records]
     ended.hist(ends, bins=max(10, int(result.ended - result.began) // 2), histtype="step")
     ended.set_ylabel("requests ended")
-    for strike in result.strikes:
-        ended.axvline(strike.at - result.began, color="red", alpha=0.2, linewidth=0.7)
+    for fault_done in result.injected:
+        ended.axvline(fault_done.at - result.began, color="red", alpha=0.2, linewidth=0.7)
     _processes(others, result.samples, result.began)
     figure.savefig(path, dpi=_DPI)
 

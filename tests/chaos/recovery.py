@@ -1,4 +1,4 @@
-"""How long a fault was felt: until the next request was served, and until the streams that it found went on. Pure."""
+"""How long a fault was felt: until the next request was served, and until the streams that it found continued. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -29,14 +29,14 @@ def _page(result: Result, command: str) -> Iterable[str]:
     yield f"`{command}`, seed {plan.seed}; links: {result.links}.\n"
     per_s = len(result.records) / took
     yield f"{len(result.records)} requests of {plan.clients} clients in {took:.0f} s ({per_s:.1f}/s), "
-    yield f"{sum(len(record.ids) for record in result.records)} tokens, {len(result.strikes)} faults.\n"
+    yield f"{sum(len(record.ids) for record in result.records)} tokens, {len(result.injected)} faults.\n"
     yield from _table(("request ended", "count"), [(end.value, count) for end, count in result.ends.most_common()])
     reasons = Counter(record.note for record in result.records if record.note)
     if reasons:
         yield from _table(("why refused", "count"), reasons.most_common(8))
-    yield from _table(("fault", "count"), [*_faults(result), ("all", len(result.strikes))])
+    yield from _table(("fault", "count"), [*_faults(result), ("all", len(result.injected))])
     yield "Seconds from a fault to the first complete answer of a request begun after it, and until the last of the "
-    yield "streams that it found went on (faults overlap; each is counted by itself):\n"
+    yield "streams that it found continued (faults overlap; each is counted by itself):\n"
     yield from _table(("faults", "measure", "n", "p50", "p99", "most"), list(_recovery_rows(result)))
     yield from _histogram(result)
     yield "Processes (MiB and descriptors; before: the most of that name on the quiet cluster):\n"
@@ -55,12 +55,12 @@ def _faults(result: Result) -> list[tuple[str, int]]:
             "cut one way router", "cut one way node"
         )
 
-    counts = Counter(words(strike.fault.kind, strike.fault.target) for strike in result.strikes)
+    counts = Counter(words(fault_done.fault.kind, fault_done.fault.target) for fault_done in result.injected)
     return counts.most_common()
 
 
 def _recovery_rows(result: Result) -> Iterable[tuple[object, ...]]:
-    pairs = list(zip(result.strikes, result.recoveries(), strict=True))
+    pairs = list(zip(result.injected, result.recoveries(), strict=True))
     groups = {
         "kills": [r for s, r in pairs if s.fault.kind is Kind.KILL],
         "stops": [r for s, r in pairs if s.fault.kind is Kind.STOP],
@@ -71,7 +71,7 @@ def _recovery_rows(result: Result) -> Iterable[tuple[object, ...]]:
     for group, recovered in groups.items():
         for measure, values in (
             ("next request served", [r.served_after_s for r in recovered if r.served_after_s is not None]),
-            ("streams went on", [r.resumed_after_s for r in recovered if r.resumed_after_s is not None]),
+            ("streams continued", [r.resumed_after_s for r in recovered if r.resumed_after_s is not None]),
         ):
             numbers = (percentile(values, share) for share in (0.5, 0.99, 1.0))
             yield (group, measure, len(values), *(f"{number:.2f}" for number in numbers))
@@ -79,7 +79,7 @@ def _recovery_rows(result: Result) -> Iterable[tuple[object, ...]]:
 
 def _histogram(result: Result) -> Iterable[str]:
     values = [r.resumed_after_s for r in result.recoveries() if r.resumed_after_s is not None]
-    yield "```\nseconds until the last stream went on"
+    yield "```\nseconds until the last stream continued"
     low = 0.0
     for high in _BARS:
         count = sum(low <= value < high for value in values)

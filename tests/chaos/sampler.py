@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from tests.chaos.crowd import now
+from tests.chaos.load import now
 from tests.support.serve import Served
 
 

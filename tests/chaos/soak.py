@@ -1,6 +1,6 @@
 """`python -m tests.chaos.soak`: a great many short requests, and whether memory and descriptors stay flat meanwhile.
 
-Stopped and started again it goes on counting where it was (`soak.json` beside the report); flatness is judged within
+Stopped and started again it continues counting where it was (`soak.json` next to the report); flatness is judged within
 each run, for a new run has new processes.
 """
 
@@ -19,15 +19,24 @@ import msgspec
 from tqdm import tqdm
 
 from kvferry.ops.cli.numbers import positive
-from tests.chaos.asks import REAL_SIZES, Ask, Generation, Sizes, pool
 from tests.chaos.client import End, Record
-from tests.chaos.crowd import Client, Target, learn, now
+from tests.chaos.client_requests import REAL_SIZES, ClientRequest, Generation, Sizes, pool
 from tests.chaos.links import PlainLinks
+from tests.chaos.load import Client, Target, learn, now
 from tests.chaos.plot import plot_samples
 from tests.chaos.recovery import percentile
 from tests.chaos.sampler import Sample, Sampler, look
 from tests.chaos.soak_report import Grown, Run, State, page
-from tests.chaos.stand import REAL_SETTINGS, VOCAB_SIZE, Shape, Stand, fill_in, on_every_worker, standing, tiny_model
+from tests.chaos.testbed import (
+    REAL_SETTINGS,
+    VOCAB_SIZE,
+    Shape,
+    Testbed,
+    fill_in,
+    on_every_worker,
+    running_testbed,
+    tiny_model,
+)
 from tests.support.real_model import real_model_path
 
 _SIZES = Sizes(prompts=(1, 3, 8), outputs=(1, 2, 3), shared=8, vocab_size=VOCAB_SIZE)
@@ -58,7 +67,7 @@ async def _client(number: int, target: Target, left: list[int], tally: "_Tally")
     while left[0] > 0:
         left[0] -= 1
         leaves = rng.random() * 0.05 if rng.random() < _LEAVE_SHARE else None
-        ask = Ask(rng.randrange(len(target.generations)), rng.randint(1, 5), rng.random() < 0.3, leaves)
+        ask = ClientRequest(rng.randrange(len(target.generations)), rng.randint(1, 5), rng.random() < 0.3, leaves)
         tally.add(await client.ask(ask))
     client.leave()
 
@@ -77,24 +86,26 @@ class _Tally:
         self._bar.update(1)
 
 
-async def soak(stand: Stand, generations: tuple[Generation, ...], count: int, clients: int) -> tuple[Run, list[Sample]]:
+async def soak(
+    testbed: Testbed, generations: tuple[Generation, ...], count: int, clients: int
+) -> tuple[Run, list[Sample]]:
     """One run, and what its processes took over time."""
-    target = Target(stand.served.port, stand.served.model, generations)
-    target.truths = await learn(target)
-    await on_every_worker(stand, lambda: learn(target))
-    await asyncio.to_thread(stand.wait_whole)
-    before = look(stand.served)
-    with tqdm(total=count, unit="request", mininterval=2.0) as bar, Sampler(stand.served) as sampler:
+    target = Target(testbed.served.port, testbed.served.model, generations)
+    target.expected_ids = await learn(target)
+    await on_every_worker(testbed, lambda: learn(target))
+    await asyncio.to_thread(testbed.wait_whole)
+    before = look(testbed.served)
+    with tqdm(total=count, unit="request", mininterval=2.0) as bar, Sampler(testbed.served) as sampler:
         tally, began, left = _Tally(bar), now(), [count]
-        # Ctrl-C: what was done counts, and the next run goes on.
+        # Ctrl-C: what was done counts, and the next run continues.
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*(_client(number, target, left, tally) for number in range(clients)))
         tally.run.seconds = now() - began
     try:
-        await asyncio.to_thread(stand.wait_whole)
+        await asyncio.to_thread(testbed.wait_whole)
     except AssertionError as error:
         tally.run.wrong.append(f"not whole afterwards: {error}"[:300])
-    tally.run.processes = growth(sampler.samples, before, look(stand.served))
+    tally.run.processes = growth(sampler.samples, before, look(testbed.served))
     return tally.run, sampler.samples
 
 
@@ -119,9 +130,12 @@ def main(argv: list[str]) -> int:
     count = min(args.requests - state.requests, args.this_run)
     picture = args.out / f"{name}.png"
     if count > 0:
-        with tempfile.TemporaryDirectory(prefix="kvf-soak-") as directory, _stand(args.real, Path(directory)) as stand:
+        with (
+            tempfile.TemporaryDirectory(prefix="kvf-soak-") as directory,
+            _stand(args.real, Path(directory)) as testbed,
+        ):
             generations = pool(1, 16 if args.real else 64, REAL_SIZES if args.real else _SIZES)
-            run, samples = asyncio.run(soak(stand, generations, count, args.clients))
+            run, samples = asyncio.run(soak(testbed, generations, count, args.clients))
             state.runs.append(run)
             # Before the cluster is stopped and checked: whatever goes wrong then, the run was one.
             file.write_bytes(msgspec.json.encode(state))
@@ -132,10 +146,10 @@ def main(argv: list[str]) -> int:
     return 0 if state.is_clean else 1
 
 
-def _stand(real: bool, directory: Path) -> AbstractContextManager[Stand]:
+def _stand(real: bool, directory: Path) -> AbstractContextManager[Testbed]:
     model = real_model_path() if real else tiny_model(directory / "m")
     own = REAL_SETTINGS if real else {}
-    return standing(Shape(model, 1, 1, settings={**own, "log.access_log": "false"}), directory, PlainLinks)
+    return running_testbed(Shape(model, 1, 1, settings={**own, "log.access_log": "false"}), directory, PlainLinks)
 
 
 if __name__ == "__main__":

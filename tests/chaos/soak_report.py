@@ -50,13 +50,13 @@ class State(msgspec.Struct):
 
     @property
     def is_clean(self) -> bool:
-        """Nothing wrong, and every process flat, as far as runs were long enough to tell; one was."""
+        """Nothing wrong, and every process flat, as far as runs were long enough to judge; one was."""
         judged = [grown for run in self.runs for grown in run.processes]
         return bool(judged) and all(grown.is_flat for grown in judged) and not any(run.wrong for run in self.runs)
 
 
 def page(state: State, command: str, picture: str) -> str:
-    """The report; `picture`: the name of the last run's, beside it."""
+    """The report; `picture`: the name of the last run's, next to it."""
     lines = [f"# Soak: {state.requests} requests, {'nothing wrong' if state.is_clean else 'not clean'}", ""]
     lines += [f"`{command}`, {len(state.runs)} runs.", ""]
     for number, run in enumerate(state.runs, 1):
@@ -69,7 +69,7 @@ def _of_run(number: int, run: Run) -> Iterable[str]:
     ends = ", ".join(f"{count} {end}" for end, count in run.ends.items())
     yield f"Run {number}: {run.requests} in {run.seconds:.0f} s ({run.requests / run.seconds:.0f}/s): {ends}."
     if not run.processes:
-        yield from ("", "Too short to tell whether memory is flat.", "")
+        yield from ("", "Too short to judge whether memory is flat.", "")
         return
     yield from ("", "| process | RSS MiB | at the end | descriptors | at the end | flat |", "|" + " --- |" * 6)
     for grown in run.processes:

@@ -1,7 +1,7 @@
 """`python -m tests.chaos.storm`: nine of ten clients leave or time out under overload; is the throughput back in 5 s?
 
-A steady crowd measures the level before; the storm adds many clients with long prompts and outputs on top of it, then
-only the steady crowd is left.
+A steady load measures the level before; the storm adds many clients with long prompts and outputs on top of it, then
+only the steady load is left.
 """
 
 import argparse
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.ops.cli.numbers import above_zero, positive
-from tests.chaos.asks import Ask, Sizes, patient, pool
 from tests.chaos.client import End, Record
-from tests.chaos.crowd import Client, Target, learn, now
+from tests.chaos.client_requests import ClientRequest, Sizes, patient, pool
 from tests.chaos.links import PlainLinks
-from tests.chaos.stand import VOCAB_SIZE, Shape, Stand, standing, tiny_model
+from tests.chaos.load import Client, Target, learn, now
+from tests.chaos.testbed import VOCAB_SIZE, Shape, Testbed, running_testbed, tiny_model
 
 BACK_S, BACK_SHARE = 5.0, 0.8
 _SHORT = Sizes(prompts=(1, 9, 60), outputs=(8, 16), shared=16, vocab_size=VOCAB_SIZE)
@@ -52,11 +52,11 @@ class Storm:
         return None
 
 
-async def run_storm(stand: Stand, steady_clients: int, storm_clients: int, quiet_s: float, storm_s: float) -> str:
+async def run_storm(testbed: Testbed, steady_clients: int, storm_clients: int, quiet_s: float, storm_s: float) -> str:
     """Run it; the page's text, which begins with OK or WRONG."""
-    steady = Target(stand.served.port, stand.served.model, pool(5, 24, _SHORT))
-    steady.truths = await learn(steady)
-    stormy = Target(stand.served.port, stand.served.model, pool(6, 24, _LONG))
+    steady = Target(testbed.served.port, testbed.served.model, pool(5, 24, _SHORT))
+    steady.expected_ids = await learn(steady)
+    stormy = Target(testbed.served.port, testbed.served.model, pool(6, 24, _LONG))
     storm = Storm([], 0.0, 0.0, 0.0, Counter(), [])
     stop, calm = asyncio.Event(), asyncio.Event()
 
@@ -94,14 +94,16 @@ async def run_storm(stand: Stand, steady_clients: int, storm_clients: int, quiet
     storm.until = now()
     stop.set()
     await asyncio.gather(*steadies)
-    await asyncio.to_thread(stand.wait_whole)
+    await asyncio.to_thread(testbed.wait_whole)
     return _page(storm, start, steady_clients, storm_clients)
 
 
-def _stormy(rng: random.Random) -> Ask:
+def _stormy(rng: random.Random) -> ClientRequest:
     stays, times_out = rng.random() < 0.1, rng.random() < 0.5
     leaves = None if stays or times_out else rng.random() * 0.8
-    return Ask(rng.randrange(24), rng.randint(1, 5), rng.random() < 0.5, leaves, 1 if not stays and times_out else None)
+    return ClientRequest(
+        rng.randrange(24), rng.randint(1, 5), rng.random() < 0.5, leaves, 1 if not stays and times_out else None
+    )
 
 
 def _note(record: Record, wrong: list[str]) -> None:
@@ -141,8 +143,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="kvf-storm-") as name:
         shape = Shape(tiny_model(Path(name) / "m"), settings={"log.access_log": "false"})
-        with standing(shape, Path(name), PlainLinks) as stand:
-            text = asyncio.run(run_storm(stand, args.steady, args.clients, args.quiet_s, args.storm_s))
+        with running_testbed(shape, Path(name), PlainLinks) as testbed:
+            text = asyncio.run(run_storm(testbed, args.steady, args.clients, args.quiet_s, args.storm_s))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "storm.md").write_text(text)
     sys.stdout.write(text)

@@ -1,4 +1,4 @@
-"""The chaos client against a server that answers as it is told, and the fault proxy between the two."""
+"""The chaos client against a server that answers as it is reported, and the fault proxy between the two."""
 
 import asyncio
 import json
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.chaos import client as client_module
-from tests.chaos.asks import Ask, Generation, patient
 from tests.chaos.client import End, Record
-from tests.chaos.crowd import Client, Target
+from tests.chaos.client_requests import ClientRequest, Generation, patient
 from tests.chaos.fault_proxy import ProxyLinks
+from tests.chaos.load import Client, Target
 from tests.support.eventually import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio
@@ -70,7 +70,7 @@ async def closed(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def end_of(answer: bytes | None, ask: Ask) -> Record:
+async def end_of(answer: bytes | None, ask: ClientRequest) -> Record:
     async with answering(answer) as client:
         return await client.ask(ask)
 
@@ -83,7 +83,7 @@ async def end_of(answer: bytes | None, ask: Ask) -> Record:
         (unary([], "503 Service Unavailable", **{"Retry-After": "1"}), patient(0), End.REFUSED, ""),
         (unary([], "503 Service Unavailable"), patient(0), End.FAILED, "not what was agreed on"),
         (unary([], "500 Internal Server Error"), patient(0), End.FAILED, "500"),
-        (unary([], "408 Request Timeout"), patient(0), End.TIMEOUT, "a deadline that nobody asked for"),
+        (unary([], "408 Request Timeout"), patient(0), End.TIMEOUT, "a deadline that no client asked for"),
         (unary(TRUTH)[:-3], patient(0), End.LOST, ""),
         (None, patient(0), End.LOST, ""),
         (streamed(token(0), LAST), patient(0, streamed=True), End.COMPLETE, ""),
@@ -94,7 +94,7 @@ async def end_of(answer: bytes | None, ask: Ask) -> Record:
         (streamed(token(0), whole=False), patient(0, streamed=True), End.LOST, ""),
     ],
 )
-async def test_one_answer(answer: bytes | None, ask: Ask, end: End, wrong: str) -> None:
+async def test_one_answer(answer: bytes | None, ask: ClientRequest, end: End, wrong: str) -> None:
     record = await end_of(answer, ask)
     assert record.end is end
     assert wrong in record.wrong
@@ -102,7 +102,7 @@ async def test_one_answer(answer: bytes | None, ask: Ask, end: End, wrong: str) 
 
 
 async def test_connection_is_kept_and_one_that_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_CROSSED_S", PATIENCE_S)  # a busy machine may take its time to tell the end
+    monkeypatch.setattr(client_module, "_CROSSED_S", PATIENCE_S)  # a busy machine may take its time to report the end
     async with answering(unary(TRUTH), streamed(token(0), LAST), None, unary(TRUTH)) as client:
         records = [await client.ask(patient(0, streamed=number == 1)) for number in range(4)]
     assert [record.end for record in records] == [End.COMPLETE, End.COMPLETE, End.IDLE_CLOSED, End.COMPLETE]
@@ -111,7 +111,7 @@ async def test_connection_is_kept_and_one_that_ended_is_replaced(monkeypatch: py
 
 async def test_leaver_leaves_in_the_middle() -> None:
     async with answering(streamed(token(0), whole=False)[:-9], unary(TRUTH)) as client:
-        first = asyncio.ensure_future(client.ask(Ask(0, 1, True, leaves_after_s=0.05)))
+        first = asyncio.ensure_future(client.ask(ClientRequest(0, 1, True, leaves_after_s=0.05)))
         assert (await first).end is End.LEFT
         assert (await client.ask(patient(0))).end is End.COMPLETE
 

@@ -4,16 +4,16 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.asks import Ask, Generation
 from tests.chaos.client import End, Record, judge
-from tests.chaos.crowd import Client, Target
-from tests.chaos.deaths import strange_deaths
+from tests.chaos.client_requests import ClientRequest, Generation
+from tests.chaos.deaths import unexplained_deaths
+from tests.chaos.fault_injector import InjectedFault
 from tests.chaos.fault_proxy import ProxyLinks
 from tests.chaos.faults import Fault, Kind, faults
+from tests.chaos.load import Client, Target
 from tests.chaos.recovery import percentile, recoveries
 from tests.chaos.sampler import Sample, grown
 from tests.chaos.soak import growth
-from tests.chaos.strike import Strike
 from tests.chaos.trial import Plan, Result, unexplained
 
 GENERATION = Generation((1, 2), (), 4)
@@ -23,7 +23,7 @@ NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 def record(end: End, ids: list[int], took: float = 1.0, **ask: object) -> Record:
     values: dict[str, Any] = {"leaves_after_s": None, "timeout_s": None, **ask}
-    return Record(Ask(0, 1, True, **values), 10.0, 10.0 + took, end, 200, 5000, ids)
+    return Record(ClientRequest(0, 1, True, **values), 10.0, 10.0 + took, end, 200, 5000, ids)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def record(end: End, ids: list[int], took: float = 1.0, **ask: object) -> Record
         (record(End.COMPLETE, [7, 8, 8, 9]), "token 2 of 4 differs"),
         (record(End.LOST, [8]), "token 0 of 4 differs"),
         (record(End.COMPLETE, [*TRUTH, 9]), "token 4 of 4 differs"),
-        (record(End.TIMEOUT, []), "a deadline that nobody asked for"),
+        (record(End.TIMEOUT, []), "a deadline that no client asked for"),
         (record(End.TIMEOUT, [], took=0.5, timeout_s=1), "its deadline came after 0.50 s"),
         (record(End.TIMEOUT, [], took=20.0, timeout_s=1), "ended 19.0 s after its deadline"),
         (record(End.COMPLETE, TRUTH, took=20.0, timeout_s=1), "ended 19.0 s after its deadline"),
@@ -57,7 +57,7 @@ def test_lost_connection_needs_a_killed_worker_that_had_it() -> None:
     assert len(unexplained(result)) == 1
     kill = Fault(1, 0.0, Kind.KILL, "worker")
     for at, ports, explained in ((10.5, {4999}, False), (12.0, {5000}, False), (10.5, {5000}, True)):
-        result.strikes = [Strike(kill, at, [1], ports)]
+        result.injected = [InjectedFault(kill, at, [1], ports)]
         assert (unexplained(result) == []) == explained
 
 
@@ -90,7 +90,7 @@ def test_percentile() -> None:
     assert percentile([3.0], 0.5) == 3.0
 
 
-def test_more_memory_or_descriptors_than_before_is_told() -> None:
+def test_more_memory_or_descriptors_than_before_is_reported() -> None:
     before = [Sample(0.0, "worker", 1, 100, 10), Sample(0.0, "worker", 2, 120, 12)]
     assert grown(before, [Sample(9.0, "worker", 3, 130, 12)], 0.1, 0) == []
     assert len(grown(before, [Sample(9.0, "worker", 3, 133, 13)], 0.1, 0)) == 2
@@ -112,9 +112,9 @@ def test_soak_sees_a_slow_leak() -> None:
 
 
 @pytest.mark.asyncio
-async def test_client_sees_a_connection_that_nobody_answers() -> None:
+async def test_client_sees_a_connection_without_an_answer() -> None:
     with pytest.raises(ConnectionError):
-        await Client(Target(1, "m", (GENERATION,))).ask(Ask(0, 1, streamed=False))
+        await Client(Target(1, "m", (GENERATION,))).ask(ClientRequest(0, 1, streamed=False))
 
 
 def test_fault_proxy_places_every_node_behind_a_front() -> None:
@@ -134,12 +134,12 @@ def test_a_process_that_ended_by_itself_is_wrong() -> None:
         WARNING serve kvferry.launcher: decode-0 ended with code 0; starting it again in 0.2 s
         ERROR   router gunicorn.error: Worker (pid:17) was sent SIGKILL! Perhaps out of memory?
     """
-    assert strange_deaths(done) == []
+    assert unexplained_deaths(done) == []
     for line in (
         "WARNING serve kvferry.launcher: decode-0 was ended by signal 6; starting it again in 0.2 s",
         "WARNING serve kvferry.launcher: prefill-1 ended with code 1; starting it again in 0.2 s",
         "ERROR   router gunicorn.error: Worker (pid:17) was sent SIGSEGV!",
         "ERROR   router gunicorn.error: Worker (pid:17) exited with code 3.",
     ):
-        (found,) = strange_deaths(done + line)
+        (found,) = unexplained_deaths(done + line)
         assert found.endswith(line)

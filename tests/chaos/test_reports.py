@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from tests.chaos.asks import Ask
 from tests.chaos.client import End, Record
+from tests.chaos.client_requests import ClientRequest
+from tests.chaos.fault_injector import InjectedFault
 from tests.chaos.faults import Fault, Kind
 from tests.chaos.plot import plot_samples
 from tests.chaos.report import write_report
 from tests.chaos.sampler import Sample
 from tests.chaos.soak_report import Grown, Run, State, page
-from tests.chaos.strike import Strike
 from tests.chaos.trial import Plan, Result
 
 MIB = 1 << 20
@@ -21,12 +21,12 @@ ENDS = [(11.0, 12.0), (13.5, 15.0), (16.0, 19.0)]
 
 def result(wrong: list[str]) -> Result:
     records = [
-        Record(Ask(0, 1, True), started, ended, End.COMPLETE, 200, 5000, [7, 8], [started + 0.5, ended])
+        Record(ClientRequest(0, 1, True), started, ended, End.COMPLETE, 200, 5000, [7, 8], [started + 0.5, ended])
         for started, ended in ENDS
     ]
-    strikes = [Strike(Fault(0, 3.0, Kind.KILL, "decode-0"), 13.0, [9])]
+    injected = [InjectedFault(Fault(0, 3.0, Kind.KILL, "decode-0"), 13.0, [9])]
     plan = Plan(5, 3, 1, 3.0, 1, 1.0, 60.0)
-    return Result(plan, "a proxy", 10.0, 20.0, records, strikes, SAMPLES, SAMPLES[:2], SAMPLES[-2:], wrong)
+    return Result(plan, "a proxy", 10.0, 20.0, records, injected, SAMPLES, SAMPLES[:2], SAMPLES[-2:], wrong)
 
 
 def test_the_page_of_a_trial_counts_and_has_a_picture(tmp_path: Path) -> None:
@@ -57,6 +57,6 @@ def test_the_page_of_a_soak_adds_its_runs_and_judges_each(tmp_path: Path) -> Non
         assert page(state, "x", "soak.png").startswith("# Soak: 1001 requests, not clean\n")
     short = State([Run(1, 1.0, {"complete": 1}, [], [])])
     assert not short.is_clean
-    assert "Too short to tell whether memory is flat." in page(short, "x", "soak.png")
+    assert "Too short to judge whether memory is flat." in page(short, "x", "soak.png")
     plot_samples(SAMPLES, tmp_path / "soak.png")
     assert (tmp_path / "soak.png").read_bytes().startswith(b"\x89PNG")

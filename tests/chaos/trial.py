@@ -1,4 +1,4 @@
-"""A trial: a crowd asks while faults happen, then everything is compared with before. Decides what is wrong."""
+"""A trial: a load asks while faults happen, then everything is compared with before. Decides what is wrong."""
 
 import asyncio
 from collections import Counter
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from tqdm import tqdm
 
 from tests.chaos.client import End, Record
-from tests.chaos.crowd import Crowd, Target, learn, now
-from tests.chaos.deaths import strange_deaths
+from tests.chaos.deaths import unexplained_deaths
+from tests.chaos.fault_injector import FaultInjector, InjectedFault
 from tests.chaos.faults import Kind, faults
+from tests.chaos.load import ClientLoad, Target, learn, now
 from tests.chaos.recovery import Recovery, recoveries
 from tests.chaos.sampler import Sample, Sampler, grown, look
-from tests.chaos.stand import IDLE_S, Stand, on_every_worker
-from tests.chaos.strike import Strike, Striker
+from tests.chaos.testbed import IDLE_S, Testbed, on_every_worker
 from tests.support.serve import wait_until
 
 RSS_SHARE, RSS_BYTES = 0.25, 48 << 20
@@ -44,7 +44,7 @@ class Result:
     began: float = 0.0
     ended: float = 0.0
     records: list[Record] = field(default_factory=list)
-    strikes: list[Strike] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     before: list[Sample] = field(default_factory=list)
     after: list[Sample] = field(default_factory=list)
@@ -55,27 +55,27 @@ class Result:
         return Counter(record.end for record in self.records)
 
     def recoveries(self) -> list[Recovery]:
-        return recoveries([strike.at for strike in self.strikes], self.records)
+        return recoveries([fault_done.at for fault_done in self.injected], self.records)
 
 
-async def run_trial(stand: Stand, plan: Plan, target: Target) -> Result:
+async def run_trial(testbed: Testbed, plan: Plan, target: Target) -> Result:
     """Learn the truth, disturb, compare."""
-    result = Result(plan, stand.links.kind)
-    target.truths = await learn(target)
-    await on_every_worker(stand, lambda: learn(target))
-    await asyncio.to_thread(stand.wait_whole)
-    result.before = look(stand.served)
-    with Sampler(stand.served) as sampler:
-        await _disturb(stand, plan, target, result)
-        await asyncio.to_thread(_compare, stand, result)
+    result = Result(plan, testbed.links.kind)
+    target.expected_ids = await learn(target)
+    await on_every_worker(testbed, lambda: learn(target))
+    await asyncio.to_thread(testbed.wait_whole)
+    result.before = look(testbed.served)
+    with Sampler(testbed.served) as sampler:
+        await _disturb(testbed, plan, target, result)
+        await asyncio.to_thread(_compare, testbed, result)
         again = await learn(target)
-        if again != target.truths:
+        if again != target.expected_ids:
             result.wrong.append("the same generations give other tokens afterwards")
-        await asyncio.to_thread(_compare_processes, stand, result)
+        await asyncio.to_thread(_compare_processes, testbed, result)
         result.samples = sampler.samples
     result.wrong += [f"{record.end.value}: {record.wrong}: {record}"[:600] for record in result.records if record.wrong]
     result.wrong += unexplained(result)
-    result.wrong += strange_deaths(stand.served.log())
+    result.wrong += unexplained_deaths(testbed.served.log())
     return result
 
 
@@ -83,62 +83,62 @@ def unexplained(result: Result) -> list[str]:
     """Connections that broke off although no worker that had them was killed."""
     wrong = []
     for record in result.records:
-        if record.end is End.LOST and not any(_took(strike, record) for strike in result.strikes):
+        if record.end is End.LOST and not any(_took(fault_done, record) for fault_done in result.injected):
             wrong.append(f"connection {record.port} lost, its worker was not killed: {record}"[:600])
     return wrong
 
 
-def _took(strike: Strike, record: Record) -> bool:
-    meanwhile = record.started - _GRACE_S <= strike.at <= record.ended + _GRACE_S
-    return strike.fault.kind is Kind.KILL and record.port in strike.ports and meanwhile
+def _took(fault_done: InjectedFault, record: Record) -> bool:
+    meanwhile = record.started - _GRACE_S <= fault_done.at <= record.ended + _GRACE_S
+    return fault_done.fault.kind is Kind.KILL and record.port in fault_done.ports and meanwhile
 
 
-async def _disturb(stand: Stand, plan: Plan, target: Target, result: Result) -> None:
-    crowd = Crowd(target, plan.seed, plan.clients, plan.think_s)
-    striker = Striker(stand.served, stand.links)
+async def _disturb(testbed: Testbed, plan: Plan, target: Target, result: Result) -> None:
+    load = ClientLoad(target, plan.seed, plan.clients, plan.think_s)
+    injector = FaultInjector(testbed.served, testbed.links)
     result.began = now()
-    crowding = asyncio.ensure_future(crowd.run())
+    loading = asyncio.ensure_future(load.run())
     bar = tqdm(total=plan.faults, unit="fault", desc="chaos")
     try:
-        for fault in faults(plan.seed, stand.shape.nodes, plan.gap_s):
-            await asyncio.wait([crowding], timeout=fault.gap_s)
-            if crowding.done() or now() > result.began + plan.most_s:
+        for fault in faults(plan.seed, testbed.shape.nodes, plan.gap_s):
+            await asyncio.wait([loading], timeout=fault.gap_s)
+            if loading.done() or now() > result.began + plan.most_s:
                 break
-            if len(striker.strikes) < plan.faults:
-                bar.update(await striker.strike(fault))
-                bar.set_postfix(requests=len(crowd.records), wrong=sum(bool(r.wrong) for r in crowd.records))
-            elif len(crowd.records) >= plan.requests:
+            if len(injector.injected) < plan.faults:
+                bar.update(await injector.inject(fault))
+                bar.set_postfix(requests=len(load.records), wrong=sum(bool(r.wrong) for r in load.records))
+            elif len(load.records) >= plan.requests:
                 break
     finally:
         bar.close()
-        await striker.finish()
-        crowd.stop()
-    await crowding
+        await injector.finish()
+        load.stop()
+    await loading
     result.ended = now()
-    result.records, result.strikes = crowd.records, striker.strikes
+    result.records, result.injected = load.records, injector.injected
 
 
-def _compare(stand: Stand, result: Result) -> None:
+def _compare(testbed: Testbed, result: Result) -> None:
     try:
-        stand.wait_whole()
-        wait_until(lambda: _open_requests(stand) == 0, "no request is open", IDLE_S)
+        testbed.wait_whole()
+        wait_until(lambda: _open_requests(testbed) == 0, "no request is open", IDLE_S)
     except AssertionError as error:
         result.wrong.append(f"not whole afterwards: {error}")
 
 
-def _compare_processes(stand: Stand, result: Result) -> None:
+def _compare_processes(testbed: Testbed, result: Result) -> None:
     def is_back() -> bool:
-        result.after = look(stand.served)
+        result.after = look(testbed.served)
         return not grown(result.before, result.after, RSS_SHARE, RSS_BYTES)
 
     try:
-        stand.wait_whole()
+        testbed.wait_whole()
         wait_until(is_back, "memory and descriptors are back", IDLE_S)
     except AssertionError as error:
         found = grown(result.before, result.after, RSS_SHARE, RSS_BYTES)
         result.wrong.append(f"{error}: {'; '.join(found)}")
 
 
-def _open_requests(stand: Stand) -> float:
-    metrics = stand.served.metrics()
+def _open_requests(testbed: Testbed) -> float:
+    metrics = testbed.served.metrics()
     return metrics["num_requests_running"] + metrics["num_requests_waiting"]

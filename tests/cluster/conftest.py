@@ -32,7 +32,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="session")
 def loaded(reference: tuple[Path, Any], cpu: Device) -> LoadedModel:
-    """The tiny model, loaded once; nodes share the weights, which nobody writes."""
+    """The tiny model, loaded once; nodes share the weights, which no node writes."""
     return load_model(reference[0], device=cpu, dtype="float32", max_model_len=512, model_name=MODEL, progress=False)
 
 

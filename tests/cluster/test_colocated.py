@@ -1,4 +1,5 @@
-"""Nodes that run both roles: the same tokens as split ones, nothing ferried, and beside split ones in one cluster."""
+"""Nodes that run both roles: the same tokens as split ones, nothing transferred, and next to split ones in one
+cluster."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +20,7 @@ Reference = tuple[Path, Any]
 PROMPTS = [random_prompt(seed, 1 + 13 * seed) for seed in range(12)]
 
 
-def ferried_to(core: NodeCore) -> bool:
+def has_received_kv(core: NodeCore) -> bool:
     """Whether some prefill node is a client here."""
     return any(client.kind == "prefill" for client in core.clients.clients.values())
 
@@ -36,21 +37,21 @@ async def test_one_node_is_a_whole_cluster(cluster: MakeCluster, reference: Refe
         events = await c.stream(prompt, max_new_tokens=10)
         assert tokens_of(events) == reference_tokens(reference[1], prompt, 10)
         assert events[-1]["nodes"] == {"prefill": "colocated-0", "decode": "colocated-0"}
-        assert not await c.nodes["colocated-0"].ask(ferried_to)
+        assert not await c.nodes["colocated-0"].ask(has_received_kv)
 
 
 @pytest.mark.asyncio
-async def test_many_at_once_are_as_on_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
+async def test_many_immediately_are_as_on_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
     async with cluster(prefill=1, decode=1) as c:
         split = await all_answers(c)
     async with cluster(prefill=0, decode=0, colocated=2, max_step_tokens=8, max_running=8) as c:
         assert await all_answers(c) == split
-        assert not any([await node.ask(ferried_to) for node in c.nodes.values()])
+        assert not any([await node.ask(has_received_kv) for node in c.nodes.values()])
     assert split == [reference_tokens(reference[1], prompt, 9) for prompt in PROMPTS]
 
 
 @pytest.mark.asyncio
-async def test_beside_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
+async def test_next_to_split_nodes(cluster: MakeCluster, reference: Reference) -> None:
     async with cluster(colocated=1) as c:
         streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
     for prompt, events in zip(PROMPTS, streams, strict=True):
@@ -65,7 +66,7 @@ async def test_beside_split_nodes(cluster: MakeCluster, reference: Reference) ->
 async def test_two_of_them_are_one_anothers_clients(
     cluster: MakeCluster, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which way a message goes is told by what it is: both processes have a link to the other and a client there."""
+    """The type of a message shows which way it goes: both processes have a link to the other and a client there."""
 
     def elsewhere(*nodes: Any, **named: Any) -> Choice | None:
         choice = choose(*nodes, **named)
@@ -76,7 +77,7 @@ async def test_two_of_them_are_one_anothers_clients(
     monkeypatch.setattr(planner, "choose", elsewhere)
     async with cluster(prefill=0, decode=0, colocated=2) as c:
         streams = await asyncio.gather(*(c.stream(prompt, max_new_tokens=9) for prompt in PROMPTS))
-        assert all([await node.ask(ferried_to) for node in c.nodes.values()])
+        assert all([await node.ask(has_received_kv) for node in c.nodes.values()])
     for prompt, events in zip(PROMPTS, streams, strict=True):
         assert tokens_of(events) == reference_tokens(reference[1], prompt, 9)
     assert {tuple(events[-1]["nodes"].values()) for events in streams} == {
@@ -118,7 +119,9 @@ async def test_prefix_hits_are_seen_in_usage_and_metrics(cluster: MakeCluster, n
         assert first[-1]["usage"]["cached_tokens"] == 0
         again = await c.stream(prompt, max_new_tokens=4)
         assert again[-1]["usage"]["cached_tokens"] == 36  # whole blocks of 4 before the last id, which is computed
-        await eventually(lambda: c.service.counts().prefix_hit_rate.get("tiny", 0.0) > 0.4, "the loads tell of it")
+        await eventually(
+            lambda: c.service.counts().prefix_hit_rate.get("tiny", 0.0) > 0.4, "the published loads show it"
+        )
         text = (await c.http.get("/metrics")).text
     (line,) = [line for line in text.splitlines() if "prefix" in line and not line.startswith("#")]
     assert float(line.rsplit(" ", 1)[1]) > 0.4

@@ -19,7 +19,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", FAMILIES)
-async def test_what_is_ferried_continues_as_in_one_process(name: str, cpu: Device, tmp_path: Path) -> None:
+async def test_transferred_kv_continues_as_in_one_process(name: str, cpu: Device, tmp_path: Path) -> None:
     """The second prompt shares the first one's beginning, which is then in both nodes' prefix caches."""
     family, changes, layout = FAMILIES[name]
     reference = make_family_checkpoint(tmp_path / MODEL, family, **changes)

@@ -33,7 +33,7 @@ async def test_stream_says_the_same_once_each(cluster: MakeCluster, reference: R
 
 
 @pytest.mark.asyncio
-async def test_many_at_once_each_as_if_alone(cluster: MakeCluster, reference: Reference) -> None:
+async def test_many_immediately_each_as_if_alone(cluster: MakeCluster, reference: Reference) -> None:
     prompts = [random_prompt(seed, 1 + 13 * seed) for seed in range(12)]
     async with cluster(prefill=2, decode=2) as c:
         answers = await asyncio.gather(*(c.generate(prompt, max_new_tokens=9) for prompt in prompts))

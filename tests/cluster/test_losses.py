@@ -131,7 +131,8 @@ async def test_engine_failure_ends_the_node_and_not_the_request(cluster: MakeClu
 async def test_full_decode_side_queues_and_nothing_is_lost(
     cluster: MakeCluster, reference: Reference, num_host_blocks: int
 ) -> None:
-    """Many more requests than the decode blocks can hold at once; those that fit are there before the first step."""
+    """Many more requests than the decode blocks can hold immediately; those that fit are there before the first
+    step."""
     prompts = [random_prompt(seed, 60) for seed in range(20)]
     options = {"num_blocks": 132, "num_host_blocks": num_host_blocks}
     async with cluster(limits=Limits(max_preempt=50, watermark_blocks_share=0.0), **options) as c:
@@ -149,7 +150,7 @@ async def test_full_decode_side_queues_and_nothing_is_lost(
 
 
 @pytest.mark.asyncio
-async def test_drained_node_finishes_what_it_has(cluster: MakeCluster, reference: Reference) -> None:
+async def test_drained_node_finishes_its_requests(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(7, 30)
     async with cluster(prefill=2, decode=2, timers=FAST) as c:
         task = asyncio.create_task(c.generate(prompt, max_new_tokens=60))

@@ -26,9 +26,11 @@ PIECE_IDLE_S = 1.0
 
 
 def has_waited_long(core: NodeCore) -> bool:
-    """Whether the decode node has asked for pieces, and was told to wait, more than once."""
+    """Whether the decode node has asked for pieces, and was asked to wait, more than once."""
     entries = [entry for role in core.roles if isinstance(role, DecodeRole) for entry in role.entries]
-    return any(e.ledger is not None and e.ledger.last_arrival - e.queued_at > 2.5 * PIECE_IDLE_S for e in entries)
+    return any(
+        e.ledger is not None and e.ledger.last_arrival - e.sequence.accepted_at > 2.5 * PIECE_IDLE_S for e in entries
+    )
 
 
 @pytest.mark.asyncio

@@ -1,4 +1,5 @@
-"""KV through memory that the nodes share: the same tokens, and every staging slot is free again, whoever died."""
+"""KV through memory that the nodes share: the same tokens, and every staging slot is free again, whichever node
+died."""
 
 import asyncio
 from dataclasses import replace

@@ -22,7 +22,7 @@ TRIES = 4
 
 
 def test_a_node_is_killed_under_a_stream(serve: Serve) -> None:
-    """The other one goes on with it; the tokens are those of an undisturbed run."""
+    """The other one continues it; the tokens are those of an undisturbed run."""
     settings = {"router.max_iter_times": LONG, "serve.restart_min_s": 0.1, "timers.heartbeat_s": 0.1}
     with (
         serve(prefill=0, decode=0, colocated=2, settings=settings) as cluster,

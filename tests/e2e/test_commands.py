@@ -92,13 +92,13 @@ def test_infer_refused(served: Served, words: tuple[str, ...], code: int, said: 
     assert said in line
 
 
-def test_infer_where_nobody_is(served: Served) -> None:
+def test_infer_without_a_server(served: Served) -> None:
     unknown = kvferry("infer", "--url", served.url, "--model", "other", "--tokens", "1")
     assert unknown.returncode == 2
     assert "404 NotFoundError" in unknown.stderr
-    nobody = kvferry("infer", "--url", "http://127.0.0.1:9", "--model", "m", "--tokens", "1")
-    assert nobody.returncode == 1
-    assert len(nobody.stderr.splitlines()) == 1
+    done = kvferry("infer", "--url", "http://127.0.0.1:9", "--model", "m", "--tokens", "1")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_version_and_no_command() -> None:

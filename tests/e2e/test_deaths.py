@@ -1,4 +1,5 @@
-"""Processes that are killed or frozen in the middle of work: requests go on or end truly, and the cluster serves again.
+"""Processes that are killed or frozen in the middle of work: requests continue or end truly, and the cluster serves
+again.
 
 One cluster for all; each test leaves it as whole as it found it.
 """
@@ -70,7 +71,7 @@ def worker_of(cluster: Served, port: int) -> psutil.Process:
 
 @pytest.mark.parametrize("name", NODES)
 def test_node_is_killed_under_a_stream(cluster: Served, undisturbed: list[int], name: str) -> None:
-    """A lost decode node's requests go on where it comes back; a prefill node is not needed any more."""
+    """A lost decode node's requests continue where it comes back; a prefill node is not needed any more."""
     victim = cluster.node(name)
     with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
         assert request.status() == 200
@@ -94,7 +95,7 @@ def test_prefill_is_killed_before_it_computes(cluster: Served, watch: NodeWatch,
         assert request.body()["outputs"][0]["data"] == undisturbed
 
 
-def test_decode_is_killed_under_a_crowd(cluster: Served) -> None:
+def test_decode_is_killed_under_load(cluster: Served) -> None:
     prompts = [random_prompt(n, 5 + 3 * n, VOCAB_SIZE) for n in range(24)]
 
     def ask(number: int) -> list[int]:
@@ -114,7 +115,7 @@ def test_decode_is_killed_under_a_crowd(cluster: Served) -> None:
 
 
 def test_only_node_is_missed_and_new_requests_wait_for_it(cluster: Served, undisturbed: list[int]) -> None:
-    """Health says at once that it is away; what does not exist is not waited for."""
+    """Health says immediately that it is away; what does not exist is not waited for."""
     cluster.node("decode-0").kill()
     with cluster.client() as http:
         wait_until(lambda: http.get("/v2/health/ready").status_code == 503, "it is missed")
@@ -126,7 +127,7 @@ def test_only_node_is_missed_and_new_requests_wait_for_it(cluster: Served, undis
 
 
 def test_worker_is_killed(cluster: Served, watch: NodeWatch) -> None:
-    """Its clients lose their connection, nobody else notices, and the nodes let go of what it had."""
+    """Its clients lose their connections, no other client notices, and the nodes release its requests."""
     with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=2400) as lost:
         assert lost.status() == 200
         lost.events(5)
@@ -152,8 +153,8 @@ def test_worker_is_killed(cluster: Served, watch: NodeWatch) -> None:
     wait_until(lambda: cluster.metrics()["num_requests_running"] == 0, "its gauges do not count any more")
 
 
-def test_worker_is_told_to_end(cluster: Served, undisturbed: list[int]) -> None:
-    """It finishes what it has; another one comes."""
+def test_worker_is_asked_to_end(cluster: Served, undisturbed: list[int]) -> None:
+    """It finishes its requests; another one comes."""
     with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:
         assert request.status() == 200
         events = request.events(5)

@@ -86,7 +86,7 @@ async def test_garbage_that_is_no_http(served: Served, http: httpx.Client, garba
 
 
 @pytest.mark.asyncio
-async def test_slow_body_holds_nobody_up(served: Served) -> None:
+async def test_slow_body_delays_no_other(served: Served) -> None:
     body = encode(base())
     async with connect(served.port) as slow, asyncio.timeout(DEADLINE_S):
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -109,7 +109,7 @@ async def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
 
 
 @pytest.mark.asyncio
-async def test_body_that_nobody_reads_is_no_next_request(served: Served) -> None:
+async def test_unread_body_is_no_next_request(served: Served) -> None:
     """An answer that comes before the body leaves the connection in order."""
     unread = encode(base()) * 1000
     async with connect(served.port) as client, asyncio.timeout(DEADLINE_S):

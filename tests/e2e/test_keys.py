@@ -1,4 +1,5 @@
-"""A cluster of real processes with keys on all of its sockets: it serves, outlives kills, and lets no stranger in."""
+"""A cluster of real processes with keys on all of its sockets: it serves, outlives kills, and lets no incompatible
+in."""
 
 from collections.abc import Iterator
 
@@ -48,17 +49,17 @@ def test_it_serves_again_when_something_was_killed(cluster: Served, reference: R
     answers(cluster, reference)
 
 
-def test_who_has_a_key_hears_the_nodes_and_a_stranger_hears_nothing(cluster: Served, keys: KeyRing) -> None:
-    public = keys.add("stranger", "router")
-    stranger = keys.security("router", "stranger")
-    keys.forbid("stranger")
+def test_who_has_a_key_hears_the_nodes_and_a_peer_without_one_hears_nothing(cluster: Served, keys: KeyRing) -> None:
+    public = keys.add("incompatible", "router")
+    incompatible = keys.security("router", "incompatible")
+    keys.forbid("incompatible")
     members = with_key(cluster.members_endpoint(), keys.public["router"].hex)
-    with NodeWatch(members, stranger) as outside, NodeWatch(members, keys.security("router")) as inside:
+    with NodeWatch(members, incompatible) as outside, NodeWatch(members, keys.security("router")) as inside:
         inside.wait_idle("prefill-0", "decode-0")
-        wait_until(lambda: public.hex in cluster.log(), "the refusal is told")
+        wait_until(lambda: public.hex in cluster.log(), "the refusal is logged")
         assert outside.views() == {}
-    told = [line for line in cluster.log().splitlines() if public.hex in line]
-    assert len(told) == 1
+    reported = [line for line in cluster.log().splitlines() if public.hex in line]
+    assert len(reported) == 1
 
 
 def test_a_router_may_come_with_a_key_that_was_listed_while_all_ran(cluster: Served, keys: KeyRing) -> None:

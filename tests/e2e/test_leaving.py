@@ -21,7 +21,7 @@ from tests.support.tiny_llama import random_prompt
 pytestmark = pytest.mark.e2e
 NODES = ("prefill-0", "decode-0")
 LONG = 2400
-"""Tokens of a generation that nobody waits for."""
+"""Tokens of a generation that no client waits for."""
 
 
 @pytest.fixture(scope="module")

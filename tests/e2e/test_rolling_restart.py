@@ -1,4 +1,4 @@
-"""Every process is replaced, one after the other, while a crowd asks: nobody whose connection lives loses a request."""
+"""Every process is replaced, one after the other, under load: no client whose connection lives loses a request."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,9 @@ from itertools import chain
 import httpx
 import pytest
 
-from tests.chaos.asks import Sizes, pool
 from tests.chaos.client import End, Record
-from tests.chaos.crowd import Crowd, Target, learn
+from tests.chaos.client_requests import Sizes, pool
+from tests.chaos.load import ClientLoad, Target, learn
 from tests.e2e.conftest import Serve
 from tests.support.bodies import body_of
 from tests.support.infer_cases import VOCAB_SIZE
@@ -46,27 +46,27 @@ def watch(cluster: Served) -> Iterator[NodeWatch]:
 
 @pytest.fixture(scope="module")
 def target(cluster: Served) -> Target:
-    """What the crowd asks for, and what the undisturbed cluster answers."""
+    """What the clients ask for, and what the undisturbed cluster answers."""
     target = Target(cluster.port, cluster.model, pool(3, 32, Sizes(outputs=(1, 8, 60, 200), vocab_size=VOCAB_SIZE)))
-    target.truths = asyncio.run(learn(target))
+    target.expected_ids = asyncio.run(learn(target))
     return target
 
 
-def crowd_meets(target: Target, *restarts: Callable[[], None]) -> list[Record]:
-    """Let a crowd ask before, while and after each of these happens."""
+def restarts_under_load(target: Target, *restarts: Callable[[], None]) -> list[Record]:
+    """Let clients ask before, while and after each of these happens."""
 
     async def run() -> list[Record]:
-        crowd = Crowd(target, 5, CLIENTS, THINK_S)
+        load = ClientLoad(target, 5, CLIENTS, THINK_S)
         answered = asyncio.Event()
-        crowding = asyncio.ensure_future(crowd.run(lambda _: answered.set()))
+        loading = asyncio.ensure_future(load.run(lambda _: answered.set()))
         for restart in (*restarts, lambda: None):
             for _ in range(2 * CLIENTS):
                 answered.clear()
                 await answered.wait()
             await asyncio.to_thread(restart)
-        crowd.stop()
-        await crowding
-        return crowd.records
+        load.stop()
+        await loading
+        return load.records
 
     return asyncio.run(run())
 
@@ -88,7 +88,7 @@ def replace_workers(cluster: Served) -> None:
 
 
 def restart_proxy(cluster: Served) -> None:
-    """Nobody needs it while nothing new comes."""
+    """No process needs it while nothing new comes."""
     old = cluster.node("proxy")
     old.terminate()
     wait_until(lambda: cluster.children().get("proxy", old).pid != old.pid, "the proxy is back", 60.0)
@@ -100,14 +100,15 @@ def wrong_of(records: list[Record], allowed: set[End]) -> list[Record]:
 
 
 def test_nodes_and_proxy(cluster: Served, watch: NodeWatch, target: Target) -> None:
-    """Nobody notices."""
+    """No client notices."""
     nodes = [partial(restart_nodes, cluster, watch, pair) for pair in PAIRS]
-    assert wrong_of(crowd_meets(target, *nodes, partial(restart_proxy, cluster)), FINE) == []
+    assert wrong_of(restarts_under_load(target, *nodes, partial(restart_proxy, cluster)), FINE) == []
     watch.wait_idle(*NODES)
 
 
 def test_who_had_connected_to_a_worker_that_leaves(cluster: Served) -> None:
-    """Its request comes when the worker has heard the signal: it is told when to ask again, and asks another one."""
+    """Its request comes when the worker has heard the signal: it is refused with a time to ask again, and asks another
+    one."""
     worker = cluster.workers()[0]
     body = body_of([1, 2, 3], max_new_tokens=1)
     with contextlib.ExitStack() as stack:
@@ -128,6 +129,6 @@ def test_who_had_connected_to_a_worker_that_leaves(cluster: Served) -> None:
 
 def test_workers(cluster: Served, watch: NodeWatch, target: Target) -> None:
     """Answers under way are finished by the worker that began them."""
-    records = crowd_meets(target, partial(replace_workers, cluster))
+    records = restarts_under_load(target, partial(replace_workers, cluster))
     assert wrong_of(records, AGAIN) == []
     watch.wait_idle(*NODES)

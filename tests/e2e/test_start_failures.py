@@ -67,7 +67,7 @@ def test_too_little_memory_for_the_model(reference: Reference) -> None:
 
 
 def test_too_little_memory_for_one_request(reference: Reference) -> None:
-    """Both nodes say it, each in its own name; it is told once."""
+    """Both nodes say it, each in its own name; it is shown once."""
     served = Served(ServeOptions(reference.path, settings={"node.kv_cache_bytes": 4096}))
     try:
         served.ended(2)
@@ -79,7 +79,7 @@ def test_too_little_memory_for_one_request(reference: Reference) -> None:
 
 
 def test_a_node_that_cannot_announce_itself_says_so(reference: Reference, tmp_path: Path) -> None:
-    """Its control thread runs already and has sockets open; that must not be what is told."""
+    """Its control thread runs already and has sockets open; that must not be what is reported."""
     file = tmp_path / "cluster.toml"
     file.write_text(
         f"""

@@ -1,4 +1,5 @@
-"""A cluster that another command starts for a while: why it did not start, and what is told when that command fails."""
+"""A cluster that another command starts for a while: why it did not start, and what is reported when that command
+fails."""
 
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 
 from kvferry.common.base.errors import ConfigError
 from kvferry.ops.launcher.started import started_cluster
-from tests.chaos.stand import tiny_model
+from tests.chaos.testbed import tiny_model
 
 pytestmark = [pytest.mark.e2e]
 
@@ -19,6 +20,6 @@ def test_wrong_words_are_the_callers_to_blame():
         pass
 
 
-def test_what_goes_wrong_meanwhile_is_told_and_the_cluster_is_stopped(tmp_path: Path):
+def test_what_goes_wrong_meanwhile_is_reported_and_the_cluster_is_stopped(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt), started_cluster("--model", str(tiny_model(tmp_path)), "--workers", "1"):
         raise KeyboardInterrupt

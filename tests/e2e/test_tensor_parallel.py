@@ -54,7 +54,7 @@ def ask(cluster: Served, prompt: list[int], count: int) -> list[int]:
         return tokens_of(request.events())
 
 
-def test_what_two_ranks_compute_and_ferry_continues_as_on_one(cluster: Served, reference: Reference) -> None:
+def test_what_two_ranks_compute_and_transfer_continues_as_on_one(cluster: Served, reference: Reference) -> None:
     """The second prompt begins as the first one, whose KV both nodes keep; the third is longer than a step."""
     first = random_prompt(3, 45, VOCAB_SIZE)
     for prompt in (first, first[:32] + random_prompt(4, 20, VOCAB_SIZE), random_prompt(5, 700, VOCAB_SIZE)):
@@ -63,7 +63,7 @@ def test_what_two_ranks_compute_and_ferry_continues_as_on_one(cluster: Served, r
 
 @pytest.mark.parametrize(("name", "which"), [("prefill-0", "other"), ("decode-0", "first"), ("decode-0", "other")])
 def test_a_rank_is_killed_under_a_stream(cluster: Served, reference: Reference, name: str, which: str) -> None:
-    """Whichever it is, the whole node ends, is started again, and the stream goes on."""
+    """Whichever it is, the whole node ends, is started again, and the stream continues."""
     node = cluster.node(name)
     (other,) = ranks(node)
     with RawRequest(cluster, PROMPT, streamed=True, max_new_tokens=LONG) as request:

@@ -6,12 +6,13 @@ from typing import cast
 import pytest
 import torch
 
-from kvferry.common.device.base import AttentionMetadata, Device
+from kvferry.common.device.base import Device
 from kvferry.common.device.npu_ops import (
     NpuFeatures,
     NpuOps,
     causal_mask,
 )
+from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.device.paged import allocate_paged
 from kvferry.common.device.torch_ops import TorchOps
 from kvferry.common.models.config import RopeConfig, TransformerConfig
@@ -49,7 +50,7 @@ class RandomWeights:
 
 
 def logits_of_two_steps(ops):
-    """A prompt of 140 tokens in two chunks, the second beside another sequence's decode token."""
+    """A prompt of 140 tokens in two chunks, the second next to another sequence's decode token."""
     # Loading and running a model uses a device's ops and its torch device, nothing else of it.
     device = cast(Device, SimpleNamespace(ops=ops, torch_device=CPU))
     model = DecoderModel.load(CONFIG, TrackedWeights(RandomWeights(), lambda: None), device, torch.bfloat16)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvferry.common.device.base import AttentionMetadata
 from kvferry.common.device.npu_ops import MASK_SIZE, NpuFeatures, NpuOps, TorchNpuOps
+from kvferry.common.device.ops import AttentionMetadata
 
 FEATURES = NpuFeatures(True, True, True, cache_write="scatter_pa", attention=True)
 T, H, K, D, BLOCK = 7, 8, 2, 128, 128

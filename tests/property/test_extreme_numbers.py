@@ -43,6 +43,7 @@ from kvferry.common.protocol.messages import (
     TokensEntry,
     WantedRequest,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.protocol.wire import decode, encode
 from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request
@@ -95,18 +96,24 @@ def test_a_decode_node(data: st.DataObject):
     if data.draw(st.booleans()):
         bench.commit()
     key, worker, prefill = bench.key(), bench.worker, bench.prefill
-    commit = Commit(key=key, num_pieces=2, first_token_pos=0, num_tokens=6, token_id=5, token_index=0)
+    commit = Commit(
+        key=key,
+        num_pieces=2,
+        first_token_pos=0,
+        num_tokens=6,
+        token_id=5,
+    )
     line = WantedRequest(request_id=key.request_id, attempt=1, next_index=0, expected=True, resend=True)
     messages: list[Message] = [
         bench.message(key),
         commit,
         Abort(key=key),
-        Heartbeat(heartbeat_no=9, as_of=1, entries=(line,)),
+        Heartbeat(heartbeat_no=9, as_of=1, wanted=(line,)),
     ]
 
     def hear(message: Message, now: float) -> None:
         if isinstance(message, Heartbeat):
-            if worker.take(message, now):
+            if worker.update_wanted(message, now):
                 bench.done(bench.role.on_heartbeat(worker, now), now)
         else:
             bench.done(bench.role.on_message(prefill, message, now), now)
@@ -128,15 +135,17 @@ def test_a_prefill_node(data: st.DataObject):
         request_id=request(2),
         attempt=1,
         placement_no=2,
-        model="m",
-        prompt_token_ids=array("I", range(6)),
-        output_token_ids=array("I", [7]),
-        sampling=SamplingParams(max_new_tokens=4, seed=3, top_k=4, stop_token_ids=(9,)),
-        priority=3,
+        spec=RequestSpec(
+            model="m",
+            prompt_token_ids=array("I", range(6)),
+            output_token_ids=array("I", [7]),
+            sampling=SamplingParams(max_new_tokens=4, seed=3, top_k=4, stop_token_ids=(9,)),
+            priority=3,
+            times_preempted=1,
+        ),
         remaining_ms=9000,
         waited_ms=10,
         candidates=candidates,
-        times_preempted=1,
     )
     key = reserve.key
     messages: list[Message] = [
@@ -145,7 +154,7 @@ def test_a_prefill_node(data: st.DataObject):
         Heartbeat(
             heartbeat_no=3,
             as_of=1,
-            entries=(WantedRequest(request_id=request(1), attempt=1, next_index=0, expected=True),),
+            wanted=(WantedRequest(request_id=request(1), attempt=1, next_index=0, expected=True),),
         ),
         Granted(key=key, first_token=4),
         Queued(key=key),
@@ -158,7 +167,7 @@ def test_a_prefill_node(data: st.DataObject):
 
     def hear(message: Message, now: float) -> None:
         if isinstance(message, Job | Cancel | Heartbeat):
-            bench.tell(WORKER, message, now)
+            bench.deliver(WORKER, message, now)
         else:
             bench.hear(DECODES[0], message, now)
 
@@ -182,15 +191,15 @@ def test_a_router_worker(data: st.DataObject):
     from_prefill: list[Message] = [
         FirstToken(request_id=name, attempt=1, index=0, token_id=5, finish="stop"),
         HandedOver(request_id=name, attempt=1, decode=at_router.DECODE),
-        HandoverFailed(request_id=name, attempt=1, reason="no_room", held=True),
+        HandoverFailed(request_id=name, attempt=1, reason="no_room", retained=True),
         Status(status_no=9, steps_done=4, step_age_ms=3, link_seq=8, load=NodeLoad(waiting_tokens=7, block_size=4)),
     ]
 
     def hear(message: Message, now: float) -> None:
         if message in from_decode or isinstance(message, Tokens | Gone):
-            bench.tell(at_router.DECODE, "decode", message, now)
+            bench.receive(at_router.DECODE, "decode", message, now)
         else:
-            bench.tell(at_router.PREFILL, "prefill", message, now)
+            bench.receive(at_router.PREFILL, "prefill", message, now)
 
     some(data, from_decode + from_prefill, hear)
     bench.core.handle(Tick(), 1.0)

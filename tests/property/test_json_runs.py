@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.base.ids import RequestId
-from kvferry.router.http import json_runs
-from kvferry.router.http.document import Document, read_document
 from kvferry.router.http.exchange import Exchange
-from kvferry.router.http.json_runs import RunCutter
-from kvferry.router.http.number_run import MalformedJsonError, ParsedTokenIds
+from kvferry.router.http.json_body import long_arrays
+from kvferry.router.http.json_body.long_arrays import ArrayCutter, ParsedTokenIds
+from kvferry.router.http.json_body.reader import JsonBody, read_json_body
 
 VOCAB_SIZE = 1000
 SCALARS = ["1", "999", "1000", "-1", "0", "1.5", "1e3", "true", "null", " 7 ", "\n8", "12345678901234567890123"]
@@ -23,14 +22,14 @@ BROKEN = ["", "01", "+1", "tru", "1 2", "\\", '"', "[", "]", "{", "}", ":", "\xf
 STRINGS = ['"a"', '"[1,2"', '"\\""', '"\\\\"', '"\\\\\\"],["', '"é"', '""']
 
 
-def expand(value: object, document: Document) -> object:
+def expand(value: object, body: JsonBody) -> object:
     """A document with every run put back in its place."""
     if isinstance(value, dict):
-        return {key: expand(each, document) for key, each in value.items()}
+        return {key: expand(each, body) for key, each in value.items()}
     if isinstance(value, list):
-        if any(isinstance(each, str) and each in document.runs for each in value):
-            return document.token_ids(value)
-        return [expand(each, document) for each in value]
+        if any(isinstance(each, str) and each in body.segments for each in value):
+            return body.token_ids(value)
+        return [expand(each, body) for each in value]
     return value
 
 
@@ -62,7 +61,7 @@ def check(text: bytes, sizes: list[int]) -> bool:
         valid = True
     except (msgspec.DecodeError, RecursionError):
         valid = False
-    cutter = RunCutter(VOCAB_SIZE)
+    cutter = ArrayCutter(VOCAB_SIZE)
     try:
         position, turn = 0, 0
         while position < len(text):
@@ -75,12 +74,12 @@ def check(text: bytes, sizes: list[int]) -> bool:
             turn += 1
         cutter.finish()
         rest = msgspec.json.decode(cutter.rest)
-    except (MalformedJsonError, msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, RecursionError):
         assert not valid, "the cutter refused a valid text"
         return valid
     assert valid, "the cutter accepted a text that is no JSON"
-    document = Document(rest, VOCAB_SIZE, cutter.runs)
-    assert same(expand(rest, document), plain)
+    body = JsonBody(rest, VOCAB_SIZE, cutter.segments)
+    assert same(expand(rest, body), plain)
     return valid
 
 
@@ -113,8 +112,8 @@ def random_text(rng: random.Random, broken: bool) -> str:
 @pytest.fixture
 def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of a size that a random text has many of."""
-    monkeypatch.setattr(json_runs, "MIN_RUN_BYTES", 24)
-    monkeypatch.setattr(json_runs, "MIN_RUN_ELEMENTS", 4)
+    monkeypatch.setattr(long_arrays, "MIN_SEGMENT_BYTES", 24)
+    monkeypatch.setattr(long_arrays, "MIN_SEGMENT_ELEMENTS", 4)
 
 
 @settings(max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -139,13 +138,13 @@ def test_the_random_texts_are_worth_it(small_runs):
     for seed in range(300):
         text = random_text(random.Random(seed), broken=seed % 2 == 0).encode("latin1", "replace")
         valid += check(text, [200])
-        cutter = RunCutter(VOCAB_SIZE)
+        cutter = ArrayCutter(VOCAB_SIZE)
         try:
             for start in range(0, len(text), 200):
                 cutter.feed(text[start : start + 200])
-        except MalformedJsonError:
+        except msgspec.DecodeError:
             pass
-        cut += bool(cutter.runs)
+        cut += bool(cutter.segments)
     assert 100 < valid < 290
     assert cut > 30
 
@@ -164,24 +163,24 @@ def test_documents_in_chunks_of_any_size(num_ids, chunk_bytes, fault, place):
         items[index] = fault
     text = ('{"a":"[1,2]","data":[' + ", ".join(items) + '],"b":{"c":[1,2,3]}}').encode()
 
-    async def read() -> Document:
+    async def read() -> JsonBody:
         pieces = [text[i : i + chunk_bytes] for i in range(0, len(text), chunk_bytes)]
 
         async def receive():
             body = pieces.pop(0)
             return {"type": "http.request", "body": body, "more_body": bool(pieces)}
 
-        return await read_document(Exchange({}, receive, RequestId("0" * 32), 0.0), 10**9, 32000)
+        return await read_json_body(Exchange({}, receive, RequestId("0" * 32), 0.0), 10**9, 32000)
 
     if fault in ("x", ""):
         with pytest.raises(RequestInvalidError, match="body: not valid JSON"):
             asyncio.run(read())
         return
-    document = asyncio.run(read())
-    root = document.root
+    decoded = asyncio.run(read())
+    root = decoded.root
     assert isinstance(root, dict)
     assert (root["a"], root["b"]) == ("[1,2]", {"c": [1, 2, 3]})
-    ids = document.token_ids(root["data"])
+    ids = decoded.token_ids(root["data"])
     ids.check_invariants()
     if fault is None:
         assert ids.ids.tolist() == json.loads(text)["data"]

@@ -57,7 +57,7 @@ class StreamJudge:
 
     def __post_init__(self) -> None:
         request = self.stream.request
-        ids, sampling = request.prompt_token_ids, request.sampling
+        ids, sampling = request.spec.prompt_token_ids, request.spec.sampling
         self.possible = [undisturbed(ids, sampling, weights) for weights in sorted(self.weights)]
 
     @property
@@ -115,7 +115,7 @@ class StreamJudge:
             return  # its nodes did not come back, and others cannot go on with it
         if self.stream.token_ids:
             raise Violation(f"{self._who} is refused after {len(self.stream.token_ids)} tokens")
-        if core.not_ready_reason(self.stream.request.model) is None:
+        if core.not_ready_reason(self.stream.request.spec.model) is None:
             raise Violation(f"{self._who} is refused although nodes can serve it")
         if not -1e-6 < waited_s - core.timers.new_wait_s < self.slack_s:
             raise Violation(f"{self._who} waited {waited_s:.2f} s for nodes and not {core.timers.new_wait_s:g}")
@@ -179,7 +179,7 @@ def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
                 if (
                     sender.state in WANTED_AT_DECODE and sender.state is not SendState.ASKING
                 ):  # that has its own bound, of a second
-                    return f"{node.host} still hands {sender.reserve.key.request_id[:8]} to {gone.host}, which is gone"
+                    return f"{node.host} still hands {sender.job.request_id[:8]} to {gone.host}, which is gone"
     return None
 
 
@@ -187,10 +187,10 @@ def resting(worker: SimWorker, node: Process) -> dict[RequestId, int]:
     """The requests that wait at a node, and the numbers of their plans."""
     found: dict[RequestId, int] = {}
     for request in worker.core.requests.values():
-        prefill = request.plan.prefill if request.plan is not None else None
-        waits_at = {RequestState.PLACED: prefill, RequestState.HANDED: request.decode}.get(request.state)
-        if request.plan is not None and waits_at == node.incarnation:
-            found[request.request_id] = request.plan.placement_no
+        prefill = request.placement.prefill if request.placement is not None else None
+        waits_at = {RequestState.PLACED: prefill, RequestState.HANDED_OVER: request.decode}.get(request.state)
+        if request.placement is not None and waits_at == node.incarnation:
+            found[request.request_id] = request.placement.placement_no
     return found
 
 

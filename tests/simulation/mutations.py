@@ -94,7 +94,7 @@ def _swallow_gap(_: Patched) -> Patched:
 def _any_attempt(_: Patched) -> Patched:
     def current(self: RequestTable, request_id: object, attempt: int) -> object:
         request = self.by_id.get(request_id)  # type: ignore[call-overload]
-        return request if request is not None and request.plan is not None else None
+        return request if request is not None and request.placement is not None else None
 
     return current
 
@@ -171,11 +171,11 @@ def _all_wanted(_: Patched) -> Patched:
 
 def _as_of_too_high(right: Patched) -> Patched:
     def heartbeats(self: Heartbeats, only: object, *, last: bool = False) -> object:
-        self.planner.placement_no += 1
+        self.placer.placement_no += 1
         try:
             return right(self, only, last=last)
         finally:
-            self.planner.placement_no -= 1
+            self.placer.placement_no -= 1
 
     return heartbeats
 
@@ -301,11 +301,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("worker lists free nothing on decode", "13", DecodeRole, "on_heartbeat", nothing, "leaving"),
     Mutation("worker lists free nothing on prefill", "13", PrefillRole, "on_heartbeat", nothing, "leaving"),
     Mutation("every number counts as wanted", "13", Client, "wants", _all_wanted, "blips"),
-    Mutation("as_of is one too high", "12", Heartbeats, "_beats", _as_of_too_high, "delays"),
+    Mutation("as_of is one too high", "12", Heartbeats, "_send", _as_of_too_high, "delays"),
     Mutation("a silent client keeps what it had", "15", ClientTable, "take_silent", nothing, "crashes"),
     Mutation("a lost worker frees nothing on decode", "15", DecodeRole, "on_client_lost", nothing, "crashes"),
     Mutation("a lost worker frees nothing on prefill", "15", PrefillRole, "on_client_lost", nothing, "crashes"),
-    Mutation("deadline starts again with each plan", "33", RequestTable, "_try_plan", _restart_deadline),
+    Mutation("deadline starts again with each plan", "33", RequestTable, "_try_place", _restart_deadline),
     Mutation("age starts again with each plan", "17", Placer, "job", _no_age),
     Mutation("an answer to an earlier Reserve counts", "2", HandoverSender, "on_granted", _any_generation, "slow"),
     Mutation("the transport's stop is not heard", "21", HandoverSender, "on_stopped", nothing),
@@ -314,8 +314,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a forgotten client is not greeted again", "12", LinkTable, "on_heard", _never_unknown, "stalls"),
     Mutation("a finished token ends without its reason", "31", PrefillRole, "_note_first_token", none),
     Mutation("ungranted prompts are not bounded nor started", "18", PrefillRole, "may_start", _never, "none"),
-    Mutation("a token that is known is sent on again", "29", Request, "take", _repeat_token),
-    Mutation("a gap in the tokens is swallowed", "29", Request, "take", _swallow_gap, "blips"),
+    Mutation("a token that is known is sent on again", "29", Request, "add_tokens", _repeat_token),
+    Mutation("a gap in the tokens is swallowed", "29", Request, "add_tokens", _swallow_gap, "blips"),
     Mutation("reports of other attempts count", "3", RequestTable, "current", _any_attempt),
     Mutation("a second decode node gets the Commit", "4", HandoverSender, "_fail", _second_target, "crashes"),
     Mutation("blocks are not pinned while they are read", "21", JobTable, "sync_pin", _forget_pin),
@@ -350,7 +350,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation("a prompt that paused asks for no room again", "20", ReservationPauses, "go_on", nothing, "pauses"),
     Mutation("a re-plan waits for a node that has none", "35", RetryBudget, "full_for", _all_full, "crashes"),
     Mutation("new requests wait for no node", "35", RouterCore, "_may_wait", _never, "crashes"),
-    Mutation("new requests that wait are never started", "35", RequestTable, "_try_plan", _tried_once, "crashes"),
+    Mutation("new requests that wait are never started", "35", RequestTable, "_try_place", _tried_once, "crashes"),
     Mutation("drain never ends", "37", NodeCore, "_drain_tick", nothing, "drain"),
     Mutation("what goes on where it was computed is forgotten", "4", DecodeRole, "take", nothing, "both"),
     Mutation("what goes on where it was computed has two owners", "5", PrefillRole, "_go_on_here", _two_owners, "both"),

@@ -167,7 +167,7 @@ class Watch:
             case Job(attempt=attempt):
                 self.counts["Job again" if attempt > 1 else "Job"] += 1
                 stream = process.streams[message.request_id] if isinstance(process, SimWorker) else None
-                if stream is not None and list(message.output_token_ids) != stream.token_ids:
+                if stream is not None and list(message.spec.output_token_ids) != stream.token_ids:
                     raise Violation(f"attempt {attempt} of {message.request_id[:8]} leaves out tokens that are held")
                 if stream is not None:
                     self._check_clocks(process, stream, message)

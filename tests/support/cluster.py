@@ -21,19 +21,19 @@ from prometheus_client import CollectorRegistry
 from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.cluster.actions import ExitProcess
 from kvferry.common.cluster.node_core import NodeCore
-from kvferry.common.cluster.node_role import NodeRole
+from kvferry.common.cluster.node_role import MakeRoles
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.config.schema import NODE_KINDS, KvTransport, NodeKind, RouterConfig
 from kvferry.common.device.base import Device
 from kvferry.common.engine.kv_cache import bytes_per_token
 from kvferry.common.models.load import LoadedModel
-from kvferry.common.node.build import NodeBuilder, NodeEnvironment, RoleContext
+from kvferry.common.node.build import NodeBuilder, NodeEnvironment
 from kvferry.common.node.shell import NodeShell
 from kvferry.common.transport.context import TransportContext
-from kvferry.decode_node.node import make_role as make_decode_role
-from kvferry.ops.colocated_node import make_roles as make_unsplit_legs
-from kvferry.prefill_node.node import make_role as make_prefill_role
+from kvferry.decode_node.role import make_decode_role
+from kvferry.ops.roles import make_colocated_roles
+from kvferry.prefill_node.role import make_prefill_role
 from kvferry.router.http.app import (
     AppDependencies,
     create_app,
@@ -49,10 +49,10 @@ from tests.support.timers import PATIENT
 from tests.support.transport import large_frame_sent, num_fds
 
 _numbers = itertools.count()
-_MAKE_LEGS: dict[NodeKind, Callable[[RoleContext], tuple[NodeRole, ...]]] = {
+_MAKE_ROLES: dict[NodeKind, MakeRoles] = {
     "prefill": lambda context: (make_prefill_role(context),),
     "decode": lambda context: (make_decode_role(context),),
-    "colocated": make_unsplit_legs,
+    "colocated": make_colocated_roles,
 }
 MODEL = "tiny"
 
@@ -185,7 +185,7 @@ class Cluster:
         environment = NodeEnvironment(
             self.node_context, self.clock, self.log, self.options.timers, self.options.limits, wrap_runner=pauses.wrap
         )
-        builder = NodeBuilder(self.loaded, self._device, settings, environment, _MAKE_LEGS[role])
+        builder = NodeBuilder(self.loaded, self._device, settings, environment, _MAKE_ROLES[role])
         node = self.nodes[name] = NodeThread(name, role, builder.build(), pauses)
         node.start()
         return node

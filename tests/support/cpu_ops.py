@@ -1,17 +1,17 @@
-"""Both op sets of the CPU by name, so that the same tests run on each."""
+"""Both op tables of the CPU by name, so that the same tests run on each."""
 
 import pytest
 
-from kvferry.common.device.base import Ops
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.device.native.build import build, find_compiler
 from kvferry.common.device.native.select import cpu_ops
+from kvferry.common.device.ops import Ops
 
 OP_SETS = ("torch", "native")
 
 
 def ops_named(name: str) -> Ops:
-    """Builds the native library if it is not there; skips only where there is no compiler."""
+    """Build the native library if it is missing; skip the test only if there is no compiler."""
     if name == "native":
         if find_compiler() is None:
             pytest.skip("no C++ compiler")
@@ -20,5 +20,4 @@ def ops_named(name: str) -> Ops:
 
 
 def cpu_with(name: str, threads: int = 1) -> CpuDevice:
-    """A CPU device with these ops."""
     return CpuDevice(threads, ops_named(name))

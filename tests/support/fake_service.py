@@ -1,6 +1,6 @@
 """A TokenService in memory: deterministic tokens, and scripts that make it wait, fail, refuse or run out of time.
 
-A real implementation of `router.api`, only without nodes behind it: streams end once, a cancel is followed by the end.
+It keeps the contract of `router.api`, without nodes: streams end once, and a cancel is followed by the end.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MODEL = ModelInfo(
 
 @dataclass
 class Script:
-    """How the streams that are submitted from now on behave."""
+    """Behaviour of the streams submitted from now on."""
 
     tokens_per_event: int = 1
     hold_after: int | None = None
@@ -46,8 +46,8 @@ class Script:
 
 def expected_token(request: GenerateRequest, index: int) -> int:
     """The token that the fake generates: a function of prompt, seed and absolute position."""
-    position = len(request.prompt_token_ids) + index
-    text = request.prompt_token_ids.tobytes() + b"%d,%d" % (request.sampling.seed, position)
+    position = len(request.spec.prompt_token_ids) + index
+    text = request.spec.prompt_token_ids.tobytes() + b"%d,%d" % (request.spec.sampling.seed, position)
     return zlib.crc32(text) % MODEL.vocab_size
 
 
@@ -63,31 +63,31 @@ class FakeStream:
         self.cancelled = asyncio.Event()
         self.ended = False
         self._script = script
-        self._go_on = asyncio.Event()
+        self._released = asyncio.Event()
         if script.hold_after is None:
-            self._go_on.set()
+            self._released.set()
 
     def release(self) -> None:
-        """Go on after the hold."""
-        self._go_on.set()
+        """Continue after the hold."""
+        self._released.set()
 
     def cancel(self, reason: str) -> None:
         self.cancelled_for.append(reason)
         self.cancelled.set()
-        self._go_on.set()
+        self._released.set()
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         return self._events()
 
     async def _events(self) -> AsyncIterator[StreamEvent]:
         script, index = self._script, 0
-        last = self.request.sampling.max_new_tokens
+        last = self.request.spec.sampling.max_new_tokens
         if script.end_after is not None:
             last = min(last, script.end_after)
         while index < last:
             if script.hold_after is not None and index >= script.hold_after:
                 self.holding.set()
-                await self._go_on.wait()
+                await self._released.wait()
             if self.cancelled_for:
                 yield self._end("cancelled", index, None)
                 return
@@ -98,7 +98,7 @@ class FakeStream:
             index += size
         if script.hold_after is not None and index == script.hold_after:
             self.holding.set()
-            await self._go_on.wait()
+            await self._released.wait()
             if self.cancelled_for:
                 yield self._end("cancelled", index, None)
                 return
@@ -109,7 +109,7 @@ class FakeStream:
 
     def _end(self, outcome: Outcome, num_tokens: int, error: Exception | None) -> EndEvent:
         self.ended = True
-        return EndEvent(outcome, Usage(len(self.request.prompt_token_ids), num_tokens, 1), "p0", "d0", error)
+        return EndEvent(outcome, Usage(len(self.request.spec.prompt_token_ids), num_tokens, 1), "p0", "d0", error)
 
 
 @dataclass
@@ -124,7 +124,7 @@ class FakeTokenService:
     reported: ServiceCounts = field(default_factory=ServiceCounts)
     streams: list[FakeStream] = field(default_factory=list)
     submitted: "asyncio.Queue[FakeStream]" = field(default_factory=asyncio.Queue)
-    """Every stream as it is taken on, for a test that waits for it."""
+    """Every accepted stream, for a test that waits for it."""
 
     def model(self, name: str) -> ModelInfo | None:
         return self.models_known.get(name)
@@ -150,7 +150,7 @@ class FakeTokenService:
         return self.reported
 
     def check_invariants(self) -> None:
-        """Every stream ended, or was cancelled by whoever gave it up."""
+        """Every stream must have ended or been cancelled."""
         for stream in self.streams:
             if not stream.ended and not stream.cancelled_for:
                 raise InvariantError(f"request {stream.request_id} neither ended nor was cancelled")

@@ -158,8 +158,8 @@ async def serve(http: HttpApp) -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def server_of(http: HttpApp) -> AsyncIterator[tuple[RouterServer, int]]:
-    """The same by the server that a worker has; yields it as well. It is told to end at the end."""
-    # With its protocol named: asyncio turns Nagle's delay off for such sockets only.
+    """Serve the application with a worker's server; yields the server and the port, and stops it afterwards."""
+    # The protocol is named since asyncio turns Nagle's algorithm off for such sockets only.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     listener.listen()

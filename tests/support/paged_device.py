@@ -1,22 +1,25 @@
-"""The layout and the ops that cuda uses, on the CPU's memory."""
+"""A device with the accelerators' layout and plain ops, in host memory."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-from kvferry.common.device.base import KvTensorSpec, Ops
+from kvferry.common.device.base import KvTensorSpec
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.device.graphs import Graphs
+from kvferry.common.device.ops import Ops
 from kvferry.common.device.paged import allocate_paged, read_paged_blocks, write_paged_tokens
 from kvferry.common.device.torch_ops import TorchOps
 
 
 class PagedDevice:
-    """Implements `kvferry.common.device.base.Device`; what does not depend on the layout is the CPU's."""
+    """Implements `kvferry.common.device.base.Device`; delegates everything but the layout and the ops to the CPU."""
 
     def __init__(self) -> None:
         cpu = CpuDevice(1)
         self.name = cpu.name
+        self.shares_host_memory = cpu.shares_host_memory
+        self.default_steps_in_flight = cpu.default_steps_in_flight
         self.torch_device = cpu.torch_device
         self.ops: Ops = TorchOps()
         self.graphs: Callable[[], Graphs | None] = cpu.graphs

@@ -27,7 +27,6 @@ from kvferry.common.cluster.events import (
     StepDone,
     Tick,
 )
-from kvferry.common.cluster.links import LinkTable
 from kvferry.common.cluster.node_core import (
     NodeCore,
     NodeIdentity,
@@ -35,7 +34,6 @@ from kvferry.common.cluster.node_core import (
 from kvferry.common.cluster.node_role import NodeRole
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.block_pool import BlockPool
-from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import (
     Candidate,
     Committed,
@@ -51,23 +49,19 @@ from kvferry.common.protocol.messages import (
     Welcome,
 )
 from kvferry.common.protocol.model_info import (
-    Compatibility,
     ModelInfo,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.common.scheduling.step import StepBatch, StepResult
 from kvferry.decode_node.role import DecodeRole
-from kvferry.prefill_node.decode_links import DecodeLinks
-from kvferry.prefill_node.role import PrefillRole
+from kvferry.prefill_node.role import make_prefill_role
+from tests.support.role_context import COMPATIBILITY, SELF_ID, role_context
 
-SELF_ID, WORKER = Incarnation("1" * 32), Incarnation("4" * 32)
+WORKER = Incarnation("4" * 32)
 DECODES = (Incarnation("2" * 32), Incarnation("3" * 32))
-LAYERS = 2
-COMPATIBILITY = Compatibility(
-    protocol_version=1, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=LAYERS
-)
 MODEL = ModelInfo(name="m", vocab_size=100, max_model_len=64, max_position_embeddings=64)
 M = TypeVar("M", bound=Message)
 
@@ -106,26 +100,16 @@ class PrefillBench:
             max_steps_in_flight=steps_in_flight,
         )
         self.scheduler = Scheduler(config, self.pool)
-        self.decode = DecodeRole(self.scheduler, self.timers, self.limits, LAYERS, lambda: self.core.clients)
-        self.role = PrefillRole(
-            self_id=SELF_ID,
-            scheduler=self.scheduler,
-            timers=self.timers,
-            limits=self.limits,
-            shape=KvShape(LAYERS, 1024),
-            decodes=DecodeLinks(
-                LinkTable(Hello(kind="prefill", name="p", compatibility=COMPATIBILITY), self.timers), staging_host
-            ),
-            num_blocks=num_blocks,
-            block_size=4,
-            here=self.decode if colocated else None,
-        )
+        context = role_context(self.scheduler, timers=self.timers, limits=self.limits, staging_host=staging_host)
+        self.decode = DecodeRole(context)
+        self.role = make_prefill_role(context, self.decode if colocated else None)
         roles: list[NodeRole] = [self.role, self.decode] if colocated else [self.role]
-        self.core = NodeCore(NodeIdentity(SELF_ID, "p", MODEL, COMPATIBILITY), self.timers, self.scheduler, roles)
+        identity = NodeIdentity(SELF_ID, "p", MODEL, COMPATIBILITY)
+        self.core = NodeCore(identity, self.timers, self.scheduler, roles, context.clients)
         self.steps: list[StepBatch] = []
         self.pieces: list[SendPiece] = []
-        self._beat_no = 0
-        self.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
+        self._heartbeat_no = 0
+        self.deliver(WORKER, Hello(kind="worker", name="w"), 0.0)
 
     # -- what happens
 
@@ -137,7 +121,7 @@ class PrefillBench:
         self.pieces += [action for action in actions if isinstance(action, SendPiece)]
         return actions
 
-    def tell(self, sender: Incarnation, message: Message, now: float) -> list[Action]:
+    def deliver(self, sender: Incarnation, message: Message, now: float) -> list[Action]:
         """A client of the node says something."""
         return self.handle(Received(Envelope(sender, SELF_ID, message)), now)
 
@@ -179,22 +163,24 @@ class PrefillBench:
             request_id=request(number),
             attempt=attempt,
             placement_no=placement_no,
-            model="m",
-            prompt_token_ids=array("I", range(number, number + prompt)),
-            output_token_ids=array("I", outputs),
-            sampling=SamplingParams(max_new_tokens=max_new_tokens),
-            priority=priority,
+            spec=RequestSpec(
+                model="m",
+                prompt_token_ids=array("I", range(number, number + prompt)),
+                output_token_ids=array("I", outputs),
+                sampling=SamplingParams(max_new_tokens=max_new_tokens),
+                priority=priority,
+                times_preempted=times_preempted,
+            ),
             remaining_ms=remaining_ms,
             waited_ms=waited_ms,
-            times_preempted=times_preempted,
             candidates=tuple(
                 Candidate(incarnation=peer, name=name, endpoint=name)
                 for peer, name in ([(SELF_ID, "p")] if here else []) + others
             ),
         )
-        return self.tell(WORKER, message, now)
+        return self.deliver(WORKER, message, now)
 
-    def beat(
+    def heartbeat(
         self,
         now: float,
         *wanted: tuple[int, int],
@@ -204,14 +190,14 @@ class PrefillBench:
         resend: bool = False,
     ) -> list[Action]:
         """The worker's list: (number, attempt) of what it wants."""
-        self._beat_no += 1
+        self._heartbeat_no += 1
         entries = tuple(
             WantedRequest(
                 request_id=request(number), attempt=attempt, next_index=next_index, expected=expected, resend=resend
             )
             for number, attempt in wanted
         )
-        return self.tell(WORKER, Heartbeat(heartbeat_no=self._beat_no, as_of=as_of, entries=entries), now)
+        return self.deliver(WORKER, Heartbeat(heartbeat_no=self._heartbeat_no, as_of=as_of, wanted=entries), now)
 
     # -- decode nodes
 
@@ -262,6 +248,6 @@ class PrefillBench:
         return actions
 
     def stopped(self, actions: Iterable[Action], now: float) -> list[Action]:
-        """The transport has let go of whatever it was told to stop."""
+        """The transport has stopped what it was asked to stop."""
         keys = [action.key for action in actions if isinstance(action, StopPieces)]
         return [done for key in keys for done in self.handle(PiecesStopped(key), now)]

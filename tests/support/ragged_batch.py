@@ -1,23 +1,23 @@
-"""A ragged batch over a paged cache in the layout of cuda and npu, and what attention over it is checked against."""
+"""A ragged batch over a cache in the accelerators' paged layout, with the keys and values that attention must read."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import AttentionMetadata
+from kvferry.common.device.ops import AttentionMetadata
 
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """`keys` and `values` are each sequence's own [length, K, D], all positions; `cache` has none of them yet."""
+    """`keys` and `values`: [length, K, D] per sequence, all positions; not yet written to `cache`."""
 
     query: Tensor
     keys: list[Tensor]
     values: list[Tensor]
     cache: tuple[Tensor, Tensor]
     write_meta: AttentionMetadata
-    """Slots of all positions: what a first step would have written."""
+    """The slots of all positions, as a first step would have written them."""
     meta: AttentionMetadata
     """The step to check: the last `new` positions of each sequence."""
 
@@ -28,7 +28,7 @@ class RaggedBatch:
 def make_ragged_batch(
     lengths, new, *, heads=8, kv_heads=2, size=128, block_size=128, dtype=torch.float32, seed=0, fill=0.0
 ) -> RaggedBatch:
-    """Sequences of `lengths` positions, the last `new` of each computed now, in blocks scattered over the cache."""
+    """Sequences of `lengths` positions in blocks scattered over the cache; the step computes the last `new` of each."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape):

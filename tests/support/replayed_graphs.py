@@ -1,8 +1,8 @@
-"""A stand-in for graphs, on the CPU: ops are noted one by one and done again, with all that a real graph asks for.
+"""Stand-in for device graphs on the CPU: records ops one by one and runs them again, with a real graph's restrictions.
 
-Memory of before the recording must be there when it is replayed, at the same place. Memory of the recording's own is
-filled with rubbish before each replay. Numbers are those of the recording. An op that makes the host wait, or takes a
-value or a shape from there, cannot be recorded.
+Memory allocated before the recording must still exist at the same address when the graph is replayed. Memory allocated
+by the recording is filled with garbage before each replay. Host values stay those of the recording. An op that makes
+the host wait, or takes a value or a shape from the device, cannot be recorded.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class ReplayedGraphs:
     def __init__(self, most_tokens: int = 1 << 17) -> None:
         self.most_tokens = most_tokens
         self.replays: list[tuple[int, ...]] = []
-        """The lengths that each replay was given."""
+        """The lengths passed to each replay."""
 
     def capture(self, step: Step) -> Graph:
         step()
@@ -47,7 +47,7 @@ class ReplayedGraphs:
 
 @dataclass
 class _Outside:
-    """A tensor in memory that is not the recording's."""
+    """A tensor in memory that the recording did not allocate."""
 
     storage: StorageWeakRef
     address: int
@@ -65,9 +65,9 @@ class _Outside:
 class _Call:
     op: Callable[..., Any]
     inputs: Any
-    """args and kwargs, each tensor as itself where it is the recording's own, else as _Outside."""
+    """args and kwargs; tensors that the recording did not allocate are replaced by _Outside."""
     outputs: list[Tensor | None]
-    """None: in memory that is not the recording's."""
+    """None: in memory that the recording did not allocate."""
 
 
 class _Recording(TorchDispatchMode):
@@ -75,7 +75,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self.calls: list[_Call] = []
         self.made: list[Tensor] = []
-        """One tensor for each piece of memory that is the recording's own."""
+        """One tensor for each storage that the recording allocated."""
         self._own: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -128,11 +128,12 @@ def _address(tensor: Tensor) -> int:
 
 
 class GraphDevice(PagedDevice):
-    """Takes itself for an accelerator with graphs. All its recorders count their replays together."""
+    """An accelerator with graphs: memory of its own, two steps in flight. All its recorders share one replay log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = "cuda"
+        self.shares_host_memory = False
+        self.default_steps_in_flight = 2
         self.replays: list[tuple[int, ...]] = []
         self.graphs = self._make
 

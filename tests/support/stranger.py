@@ -50,7 +50,7 @@ class Stranger:
     def beat(self, *entries: WantedRequest, last: bool = False) -> None:
         """Send a list."""
         self._beat_no += 1
-        self.say(Heartbeat(heartbeat_no=self._beat_no, as_of=NUMBER - 1, entries=entries, last=last))
+        self.say(Heartbeat(heartbeat_no=self._beat_no, as_of=NUMBER - 1, wanted=entries, last=last))
 
     def listen(self) -> list[Message]:
         """Take in what is there; all that was heard so far."""

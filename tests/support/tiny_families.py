@@ -51,7 +51,7 @@ def make_family_checkpoint(directory: Path, family: str, **changes: Any) -> PreT
     config = config_class(**{**BASE, **own, **changes})
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        # What starts as zeros and ones would hide that it is used.
+        # Initial zeros and ones would hide whether biases and norms are applied.
         for name, tensor in model.state_dict().items():
             if name.endswith("bias") or "norm" in name:
                 tensor.add_(torch.randn_like(tensor) * 0.2)

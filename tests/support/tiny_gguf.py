@@ -1,4 +1,4 @@
-"""Small GGUF files written with the `gguf` package, from the weights of a tiny reference model."""
+"""Small GGUF files, written with the `gguf` package from the weights of a tiny reference model."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def vocabulary() -> tuple[list[str], list[str]]:
-    """Tokens (two marks, all bytes, then what the merges make) and merges."""
+    """Tokens (two marks, all bytes, then the results of the merges) and merges."""
     tokens = MARKS + sorted(ByteLevel.alphabet())
     merges = []
     for word in WORDS:
@@ -47,7 +47,7 @@ def vocabulary() -> tuple[list[str], list[str]]:
 def write_gguf(
     path: Path, model: PreTrainedModel | None = None, factors: torch.Tensor | None = None, **metadata: Any
 ) -> None:
-    """A file with this tokenizer and, if given, this model; `metadata` replaces or adds keys, None removes."""
+    """Write the tokenizer and, if given, a model; `metadata` replaces or adds keys, a value of None removes the key."""
     writer = gguf.GGUFWriter(path, model.config.model_type if model else "llama")
     values = {**_tokenizer_metadata(), **(_model_metadata(model) if model else {}), **metadata}
     for key, value in values.items():

@@ -15,7 +15,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
-    # Wide random weights: logits that differ clearly, so that the arg-max does not hang on the last bit.
+    # Wide random weights spread the logits, so that the arg-max does not depend on the last bit.
     "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -29,7 +29,7 @@ def make_checkpoint(directory: Path, max_shard_size: str = "1GB", **changes: Any
     config = LlamaConfig(**{**BASE, **changes})
     model: LlamaForCausalLM = LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
-        # Biases and norms start as zeros and ones, which would hide that they are used.
+        # Initial zeros and ones would hide whether biases and norms are applied.
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -53,10 +53,10 @@ def reference_tokens(model: PreTrainedModel, prompt: list[int], count: int) -> l
 
 
 def greedy_after(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """What the reference says next after the prompt and each beginning of the output, in one pass.
+    """The reference's next token after the prompt plus each prefix of the output, in one forward pass.
 
-    Equal to the output exactly when that is the reference's own greedy continuation; needs no cache of the library's,
-    whose sliding window of one position keeps all of them.
+    Equals the output exactly when that is the reference's own greedy continuation. Uses no cache: transformers' cache
+    does not drop positions for a sliding window of one.
     """
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
@@ -65,6 +65,5 @@ def greedy_after(model: PreTrainedModel, prompt: list[int], output: list[int]) -
 
 
 def random_prompt(seed: int, length: int, vocab_size: int = 199) -> list[int]:
-    """Ids from a seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab_size, (length,), generator=generator).tolist()

@@ -44,6 +44,7 @@ from kvferry.common.protocol.model_info import (
     Compatibility,
     ModelInfo,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 
 SENDER = Incarnation("a1" * 16)
@@ -98,6 +99,15 @@ LOAD = NodeLoad(
 IDS = array("I", [1, 2, 0xFFFFFFFF, 49151])
 MORE_IDS = array("I", [9])
 
+SPEC = RequestSpec(
+    model="smol",
+    prompt_token_ids=IDS,
+    output_token_ids=MORE_IDS,
+    sampling=SAMPLING,
+    priority=3,
+    trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+)
+
 SAMPLES: tuple[Message, ...] = (
     Announce(name="prefill-0", role="prefill", model="smol", endpoint="tcp://10.0.0.1:5555"),
     Hello(kind="prefill", name="prefill-0", compatibility=COMPATIBILITY),
@@ -114,7 +124,7 @@ SAMPLES: tuple[Message, ...] = (
     Heartbeat(
         heartbeat_no=17,
         as_of=12,
-        entries=(
+        wanted=(
             WantedRequest(request_id=REQUEST, attempt=2, next_index=5, expected=True, resend=True, generation=3),
             WantedRequest(request_id=RequestId("ff" * 16), attempt=1, next_index=0, expected=False),
         ),
@@ -125,35 +135,26 @@ SAMPLES: tuple[Message, ...] = (
         request_id=REQUEST,
         attempt=2,
         placement_no=12,
-        model="smol",
-        prompt_token_ids=IDS,
-        output_token_ids=MORE_IDS,
-        sampling=SAMPLING,
-        priority=3,
+        spec=SPEC,
         remaining_ms=599_000,
         waited_ms=250,
         candidates=(Candidate(incarnation=RECEIVER, name="decode-0", endpoint="tcp://10.0.0.2:5555"),),
-        trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
     Cancel(request_id=REQUEST, attempt=2, reason="client_gone"),
     Gone(request_id=REQUEST, attempt=2, reason="preempted", detail="drain"),
     FirstToken(request_id=REQUEST, attempt=2, index=1, token_id=198, finish="stop", cached_tokens=32),
     HandedOver(request_id=REQUEST, attempt=2, decode=RECEIVER),
     HandoverFailed(
-        request_id=REQUEST, attempt=2, reason="no_room", held=True, commit_sent=True, retryable=False, detail="full"
+        request_id=REQUEST, attempt=2, reason="no_room", retained=True, commit_sent=True, retryable=False, detail="full"
     ),
     Reserve(
         key=KEY,
         transfer_no=8,
         placement_no=12,
         worker=WORKER,
-        prompt_token_ids=IDS,
-        output_token_ids=MORE_IDS,
-        sampling=SAMPLING,
-        priority=3,
+        spec=SPEC,
         remaining_ms=598_000,
         waited_ms=1250,
-        trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
     Granted(key=KEY, first_token=32),
     Queued(key=KEY),
@@ -171,7 +172,7 @@ SAMPLES: tuple[Message, ...] = (
     ),
     Credit(key=KEY, slot=4),
     Commit(
-        key=KEY, num_pieces=6, first_token_pos=32, num_tokens=36, token_id=198, token_index=1, cached_tokens=32
+        key=KEY, num_pieces=6, first_token_pos=32, num_tokens=36, token_id=198, cached_tokens=32
     ),
     Committed(key=KEY, missing=(1, 4)),
     CommitRefused(key=KEY, reason="checksum"),

@@ -12,6 +12,7 @@ from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import (
     MESSAGE_TYPES,
+    NESTED_SPEC,
     PROTOCOL_VERSION,
     RAW_FIELDS,
     Envelope,
@@ -19,8 +20,10 @@ from kvferry.common.protocol.messages import (
     Job,
     Message,
     Piece,
+    Reserve,
     Status,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import SAMPLES, envelope
 
@@ -104,7 +107,7 @@ def test_refusals_say_what_and_where():
     assert "at least 2" in refusal([head])
     assert "not two bytes" in refusal([head + b"x", header, *raw])
     assert "protocol version 9" in refusal([b"\x09\x08", header, *raw])
-    assert "unknown message type 250" in refusal([b"\x01\xfa", header, *raw])
+    assert "unknown message type 250" in refusal([bytes((PROTOCOL_VERSION, 250)), header, *raw])
     assert refusal([head, header]) == "Job: 2 frames, expected 4"
     assert "Job: header is not JSON" in refusal([head, b"{", *raw])
     assert "not a JSON object" in refusal([head, b"[]", *raw])
@@ -150,9 +153,11 @@ def test_an_empty_receiver_is_one_that_is_not_known_yet():
 
 
 def test_raw_fields_cannot_be_smuggled_in_by_the_header():
-    for kind, names in RAW_FIELDS.items():
+    for kind in (Job, Reserve, Piece):
         head, header, *raw = frames_of(kind)
-        fields = json.loads(header) | dict.fromkeys(names, "AAAA")
+        fields = json.loads(header)
+        target = fields[NESTED_SPEC[kind]] if kind in NESTED_SPEC else fields
+        target |= dict.fromkeys(RAW_FIELDS[RequestSpec if kind in NESTED_SPEC else kind], "AAAA")
         assert decode([head, json.dumps(fields).encode(), *raw], LIMITS) == decode([head, header, *raw], LIMITS)
 
 

@@ -67,13 +67,13 @@ def test_a_number_that_nobody_counts_to_is_refused(place: tuple[str, Path], valu
 @pytest.mark.parametrize(
     ("name", "path", "most"),
     [
-        ("Job", ("priority",), 5),
+        ("Job", ("spec", "priority"), 5),
         ("Job", ("remaining_ms",), 10**12),
         ("Commit", ("num_pieces",), 2**20),
         ("Commit", ("token_id",), 2**32 - 1),
         ("Piece", ("token_end",), 2**31 - 1),
         ("Piece", ("checksum",), 2**32 - 1),
-        ("Job", ("sampling", "seed"), 2**64 - 1),
+        ("Job", ("spec", "sampling", "seed"), 2**64 - 1),
         ("Heartbeat", ("as_of",), 2**53),
     ],
 )
@@ -90,4 +90,4 @@ def test_the_largest_of_each_range_is_taken(name: str, path: Path, most: int):
 )
 def test_what_no_draw_can_be_made_with_is_refused(name: str, field: str, value: float):
     with pytest.raises(ProtocolError, match=field):
-        decode(with_value(name, ("sampling", field), value), LIMITS)
+        decode(with_value(name, ("spec", "sampling", field), value), LIMITS)

@@ -1,1 +1,1 @@
-"""C++ kernels for the CPU, built at install for the machine at hand, and the ops over them."""
+"""C++ kernels for the CPU, built at install time for this machine, and the ops that call them."""

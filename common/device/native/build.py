@@ -1,10 +1,8 @@
-"""Builds the C++ kernels for this machine, once.
+"""Builds the C++ kernels for this machine, once. `python -m kvferry.common.device.native.build` prints their path.
 
-`python -m kvferry.common.device.native.build` prints the library's path.
-
-The library has a plain C interface and sees neither Python nor torch, so it needs a C++ compiler and nothing else,
-takes seconds, and outlives upgrades of both. Its place in the user's cache is named by the sources, the flags and the
-CPU: a library for another CPU is never loaded. Loading (`library.py`) never builds.
+The library has a plain C interface and depends on neither Python nor torch: the build needs only a C++ compiler, takes
+seconds, and survives upgrades of both. Its path in the user's cache is a hash of the sources, the flags and the CPU, so
+a library for another CPU is never loaded. Loading (`library.py`) never builds.
 """
 
 import contextlib
@@ -24,22 +22,22 @@ from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.errors import KvferryError
 
 _SOURCES = Path(__file__).parent / "src"
-# No -ffast-math: the compiler must not reorder sums, since a row's result may not depend on its neighbours.
+# No -ffast-math: the compiler must not reorder sums, since a row's result must not depend on its neighbours.
 _FLAGS = ("-std=gnu++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
           "-fPIC", "-fvisibility=hidden", "-pthread")  # fmt: skip
 _COMPILERS = ("g++", "clang++", "c++")
 _JOBS = 2
 KEPT_LIBRARIES = 8
-"""Those that were used last; others are removed when a new one is built. Several checkouts may share a cache."""
+"""The most recently used libraries; older ones are removed after a build. Several checkouts may share a cache."""
 _CPU_LINES = ("flags", "features", "model name", "cpu part")
 
 
 class BuildError(KvferryError):
-    """The compiler is missing or said no."""
+    """The compiler is missing or failed."""
 
 
 def find_compiler() -> str | None:
-    """$CXX or the first C++ compiler on the path."""
+    """$CXX, else the first known C++ compiler on the path."""
     for name in (os.environ.get("CXX", ""), *_COMPILERS):
         if name and shutil.which(shlex.split(name)[0]):
             return name
@@ -47,7 +45,7 @@ def find_compiler() -> str | None:
 
 
 def library_path() -> Path:
-    """Where the library for these sources and this CPU lies or will lie."""
+    """The library's path for these sources and this CPU, whether or not it is built."""
     digest = hashlib.sha256("\n".join((*_FLAGS, platform.system(), platform.machine(), _cpu())).encode())
     for source in _files("*"):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -55,7 +53,7 @@ def library_path() -> Path:
 
 
 def build(*, force: bool = False) -> Path:
-    """The library's path, after building it if it is not there or `force` is given. Raises BuildError."""
+    """Build the library if it is missing or `force` is given; return its path. Raises BuildError."""
     target = library_path()
     if target.exists() and not force:
         note_use(target)
@@ -74,13 +72,13 @@ def build(*, force: bool = False) -> Path:
 
 
 def note_use(library: Path) -> None:
-    """Count `library` among those that were used last."""
-    with contextlib.suppress(OSError):  # another user's cache, or one that cannot be written
+    """Mark `library` as recently used, for the removal of old ones."""
+    with contextlib.suppress(OSError):  # a cache of another user, or not writable
         os.utime(library.parent)
 
 
 def _remove_oldest(directory: Path) -> None:
-    """Processes that have one of these loaded keep it until they end."""
+    # A process that has loaded a removed library keeps it until it ends.
     places = sorted(directory.iterdir(), key=lambda place: place.stat().st_mtime, reverse=True)
     for place in places[KEPT_LIBRARIES:]:
         shutil.rmtree(place, ignore_errors=True)
@@ -111,7 +109,7 @@ def _files(pattern: str) -> list[Path]:
 
 
 def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What names the instructions that the compiler may use: the first core's lines."""
+    """The first core's lines that determine which instructions the compiler may use."""
     try:
         lines = cpuinfo.read_text(errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -120,14 +118,14 @@ def _cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def main() -> int:
-    """Build if needed; a machine without a compiler is told so, and is no failure."""
+    """Build if needed. A missing compiler is reported and is not a failure: torch's ops work without the library."""
     target = library_path()
     if not target.exists():
-        sys.stderr.write("building the native ops for this CPU (once, some seconds)\n")
+        sys.stderr.write("building the native ops for this CPU (once, takes seconds)\n")
     try:
         target = build()
     except BuildError as error:
-        sys.stderr.write(f"native ops were not built, torch's are used, which are slower: {error}\n")
+        sys.stderr.write(f"native ops were not built; torch's ops are used, which are slower: {error}\n")
         return 0
     sys.stdout.write(f"{target}\n")
     return 0

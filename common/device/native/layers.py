@@ -1,6 +1,6 @@
-"""Whole decoder layers in one native call: for layers whose parts are all the native ops' own.
+"""Whole decoder layers in one native call, for layers whose parts are all packed for the native ops.
 
-Nothing of Python runs between two ops, and the interpreter's lock is taken once a step, not once an op.
+No Python runs between two ops, and the GIL is taken once per step instead of once per op.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,22 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import AttentionMetadata, GatedLayer, LayerShape, Linear
-from kvferry.common.device.native.batch import NativeBatch
-from kvferry.common.device.native.library import LayerStruct, ShapeStruct, StepStruct
+from kvferry.common.device.native.library import LayerStruct, NativeBatch, ShapeStruct, StepStruct
 from kvferry.common.device.native.linear import HEAD_MULTIPLE, NativeLinear
+from kvferry.common.device.ops import AttentionMetadata, GatedLayer, LayerShape, Linear
 
 
 @dataclass(frozen=True, slots=True)
-class _Pointed:
-    """The layers' structs with the addresses of some caches, which it keeps. Never changed: a kernel may be reading."""
+class _BoundCaches:
+    """The layers' structs with the addresses of these caches. Immutable: a kernel may be reading the structs."""
 
     caches: Sequence[tuple[Tensor, ...]]
     structs: Array[LayerStruct]
 
 
 class NativeLayers:
-    """Implements `kvferry.common.device.base.FusedLayers`. Keeps the layers' parts alive."""
+    """Implements `kvferry.common.device.ops.FusedLayers`. Keeps the layers' parts alive."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class NativeLayers:
         shape: LayerShape,
         batch_for: Callable[[AttentionMetadata], NativeBatch],
     ) -> None:
-        """For layers that `can_fuse` takes."""
+        """`layers` must satisfy `can_fuse`."""
         hidden, intermediate = _native(layers[0].qkv).struct.in_, _native(layers[0].down).struct.in_
         self._run = library.kvf_layers
         self._batch_for = batch_for
@@ -44,8 +43,8 @@ class NativeLayers:
             hidden, shape.heads, shape.kv_heads, shape.head_dim, intermediate, shape.eps, shape.scale
         )
         self._structs = (LayerStruct * len(layers))(*(_struct(layer) for layer in layers))
-        """Without caches."""
-        self._pointed: _Pointed | None = None
+        """Without the addresses of caches."""
+        self._bound: _BoundCaches | None = None
 
     def __call__(
         self,
@@ -56,8 +55,7 @@ class NativeLayers:
         caches: Sequence[tuple[Tensor, ...]],
         on_layer: Callable[[int], None] | None,
     ) -> Tensor:
-        """residual [T, hidden], changed in place -> what is still to be added to it; cos and sin [T, D] float32."""
-        batch, structs = self._batch_for(meta), self._pointed_at(caches).structs
+        batch, structs = self._batch_for(meta), self._bound_to(caches).structs
         delta = torch.empty_like(residual)
         step = StepStruct(
             batch.struct, residual.shape[0], batch.slots.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -74,20 +72,18 @@ class NativeLayers:
             on_layer(index + 1)
         return delta
 
-    def _pointed_at(self, caches: Sequence[tuple[Tensor, ...]]) -> _Pointed:
-        """The caches are the same from step to step; their addresses are written down when they are not.
-
-        Nodes of one process may share a model: another thread's step may take the place of these here.
-        """
-        pointed = self._pointed
-        if pointed is None or pointed.caches is not caches:
+    def _bound_to(self, caches: Sequence[tuple[Tensor, ...]]) -> _BoundCaches:
+        # The caches are usually the same from step to step; their addresses are filled in only when they change.
+        # Nodes in one process may share a model, so another thread's step may replace self._bound at any time.
+        bound = self._bound
+        if bound is None or bound.caches is not caches:
             structs = type(self._structs).from_buffer_copy(self._structs)
             for struct, (keys, values) in zip(structs, caches, strict=True):
                 if not (keys.is_contiguous() and values.is_contiguous() and keys.shape == values.shape):
                     raise ValueError("a layer's keys and values must be contiguous and of one shape")
                 struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
-            self._pointed = pointed = _Pointed(caches, structs)
-        return pointed
+            self._bound = bound = _BoundCaches(caches, structs)
+        return bound
 
 
 def can_fuse(layers: Sequence[GatedLayer], shape: LayerShape) -> bool:

@@ -1,12 +1,16 @@
-"""Loads the kernels' library through ctypes and declares its functions. Builds nothing; allocates nothing.
+"""Loads the kernels' library through ctypes and declares its functions and structs. Builds nothing.
 
-Pointers are plain addresses: whoever calls keeps the tensors behind them alive, contiguous as each function says, and
-checks shapes. A call releases the interpreter's lock for as long as it computes.
+Pointers are plain addresses: the caller must keep the tensors behind them alive and as contiguous as each function
+requires, and must check shapes. A call releases the GIL while it computes.
 """
 
 import ctypes
-from ctypes import CDLL, POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+
+import torch
+
+from kvferry.common.device.ops import AttentionMetadata
 
 
 class WeightStruct(Structure):
@@ -35,8 +39,28 @@ class BatchStruct(Structure):
     )
 
 
+class NativeBatch:
+    """A step's batch as the kernels read it; keeps the arrays behind `struct` alive."""
+
+    def __init__(self, meta: AttentionMetadata) -> None:
+        self.meta = meta
+        self.tables = meta.block_tables.to(torch.int32).contiguous()
+        self.slots = meta.slot_mapping.to(torch.int64).contiguous()
+        self._starts = torch.tensor(meta.query_start_loc, dtype=torch.int64)
+        self._lengths = torch.tensor(meta.seq_lens, dtype=torch.int64)
+        self.struct = BatchStruct(
+            len(meta.seq_lens),
+            self._starts.data_ptr(),
+            self._lengths.data_ptr(),
+            self.tables.data_ptr(),
+            self.tables.shape[1],
+            meta.block_size,
+        )
+        self.reference = byref(self.struct)
+
+
 class ShapeStruct(Structure):
-    """What all layers share; `Shape` of src/layers.h."""
+    """The sizes that all layers have in common; `Shape` of src/layers.h."""
 
     _fields_ = (
         ("hidden", c_int64),
@@ -96,7 +120,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 def load_library(path: Path) -> CDLL:
-    """Open the library and declare its functions. Raises OSError or AttributeError when it is not what it should be."""
+    """Open the library and declare its functions. Raises OSError if it cannot be loaded, AttributeError if a function
+    is missing."""
     library = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
@@ -104,6 +129,6 @@ def load_library(path: Path) -> CDLL:
         function.restype = None
     library.kvf_packed_bytes.argtypes = (_L, _L, _I)
     library.kvf_packed_bytes.restype = _L
-    library.kvf_rounded_together.argtypes = ()
-    library.kvf_rounded_together.restype = _I
+    library.kvf_int8_dynamic_interleave.argtypes = ()
+    library.kvf_int8_dynamic_interleave.restype = _I
     return library

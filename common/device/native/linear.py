@@ -1,4 +1,4 @@
-"""A linear layer over weights packed for the native matmul. Keeps no second copy of them in any other form."""
+"""A linear layer over weights packed for the native matmul. Keeps no second copy of the weights."""
 
 from ctypes import CDLL, byref
 
@@ -10,17 +10,17 @@ from kvferry.common.device.native.panels import Panels
 
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_MULTIPLE = 8
-"""Head sizes that the kernels take are multiples of this."""
+"""The kernels take head sizes that are multiples of this."""
 
 
 class NativeLinear:
-    """x [tokens, in] -> [tokens, out], both of the weight's dtype.
+    """x [tokens, in] -> [tokens, out], both in the weight's dtype.
 
-    Bit by bit, a row's result depends on that row alone.
+    Each bit of a row's result depends on that row alone.
     """
 
     def __init__(self, library: CDLL, dtype: torch.dtype, panels: Panels, bias: Tensor | None) -> None:
-        """`dtype` of x and of what comes out: float32 or bfloat16; bias [out] is not kept."""
+        """`dtype` of input and output: float32 or bfloat16; bias [out] is copied."""
         self.dtype = dtype
         self._is_bf16 = int(dtype == torch.bfloat16)
         self._multiply = library.kvf_linear
@@ -34,13 +34,15 @@ class NativeLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed weight."""
+        """Size of the packed weight."""
         return self._panels.memory.numel() * self._panels.memory.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Raises ValueError for another dtype or width than the weight's."""
+        """Raises ValueError if x's dtype or width differs from the weight's."""
         if x.dtype != self.dtype or x.shape[-1] != self.struct.in_:
-            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight {self.dtype} takes {self.struct.in_}")
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)}; the weight takes {self.dtype} with {self.struct.in_} columns"
+            )
         if x.dim() != 2:
             return self(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.struct.out)
         if x.stride(1) != 1:

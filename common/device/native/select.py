@@ -1,6 +1,6 @@
-"""Which ops the CPU computes by: the native ones where their library is built and gives right results, else torch's.
+"""Selects the CPU's op table: native if its library is built and returns correct results, else torch's.
 
-KVFERRY_CPU_OPS chooses: `auto` (the default), `native` (missing is an error) or `torch`.
+KVFERRY_CPU_OPS overrides: `auto` (the default), `native` (an error if unavailable) or `torch`.
 """
 
 import logging
@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from kvferry.common.base.errors import DeviceUnavailableError
-from kvferry.common.device.base import Ops
 from kvferry.common.device.cpu_ops import CpuOps
 from kvferry.common.device.native.build import library_path, note_use
 from kvferry.common.device.native.library import load_library
 from kvferry.common.device.native.ops import NativeOps
+from kvferry.common.device.ops import Ops
 
 _LOG = logging.getLogger("kvferry.device")
 VARIABLE = "KVFERRY_CPU_OPS"
@@ -25,14 +25,15 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 @dataclass(frozen=True, slots=True)
 class NativeProbe:
-    """Whether the native ops can be used here, and why not; one line, fit for a user."""
+    """Whether the native ops can be used here."""
 
     ops: NativeOps | None
     detail: str
+    """The library's path, or why it cannot be used; one line that a user can read."""
 
 
 def probe_native() -> NativeProbe:
-    """Load the library if it was built for this CPU and try it on small matrices. Never raises, never builds."""
+    """Load the library built for this CPU and check it on small matrices. Never raises, never builds."""
     path = library_path()
     if not path.exists():
         return NativeProbe(None, f"not built for this CPU; {HOW_TO_BUILD}")
@@ -41,19 +42,19 @@ def probe_native() -> NativeProbe:
     except (OSError, AttributeError) as error:
         return NativeProbe(None, f"{path} cannot be loaded: {error}")
     if not _is_right(ops):
-        return NativeProbe(None, f"{path} gives wrong results; remove it, then {HOW_TO_BUILD}")
+        return NativeProbe(None, f"{path} returns wrong results; remove it, then {HOW_TO_BUILD}")
     note_use(path)
     return NativeProbe(ops, str(path))
 
 
 def cpu_ops(choice: str = "") -> Ops:
-    """`choice`: auto, native or torch; empty: what KVFERRY_CPU_OPS says.
+    """`choice`: auto, native or torch; empty: the value of KVFERRY_CPU_OPS.
 
-    Raises DeviceUnavailableError when it is none of these, or native and not there.
+    Raises DeviceUnavailableError for any other value, and for native if it cannot be used.
     """
     choice = choice or os.environ.get(VARIABLE, "auto")
     if choice not in ("auto", "native", "torch"):
-        raise DeviceUnavailableError(f"{VARIABLE} is {choice!r}; it may be auto, native or torch")
+        raise DeviceUnavailableError(f"{VARIABLE} is {choice!r}; expected auto, native or torch")
     if choice == "torch":
         return CpuOps()
     probe = probe_native()
@@ -61,12 +62,12 @@ def cpu_ops(choice: str = "") -> Ops:
         return probe.ops
     if choice == "native":
         raise DeviceUnavailableError(f"native ops: {probe.detail}")
-    _LOG.warning("native ops: %s; torch's are used, which are slower", probe.detail)
+    _LOG.warning("native ops: %s; using torch's ops, which are slower", probe.detail)
     return CpuOps()
 
 
 def _is_right(ops: NativeOps) -> bool:
-    """Linears of both dtypes, of sizes that leave tails, against torch. What the tests find is not repeated here."""
+    """Compare linears of both dtypes, at sizes with remainders, with torch: finds a miscompiled library, not bugs."""
     for dtype, tolerance in _TOLERANCE.items():
         weight = torch.linspace(-1.0, 1.0, 37 * 45).sin().view(37, 45).to(dtype)
         x = torch.linspace(1.0, -0.5, 7 * 45).cos().view(7, 45).to(dtype)

@@ -1,7 +1,7 @@
 /* A stand-in for Ascend's ACL runtime, for tests on a machine that has none: device memory is host memory.
  *
  * It covers what torch_npu calls to allocate, copy, and use streams and events. Kernels are not covered: those calls
- * fail. Everything runs at once, in the calling thread, with one exception: with HOST_ACL_LATE_D2H=1 an asynchronous
+ * fail. Everything runs immediately, in the calling thread, with one exception: with HOST_ACL_LATE_D2H=1 an asynchronous
  * copy to the host happens only when its stream, or an event recorded after it, is waited for. A test that reads too
  * early then reads old data, as it may on a real device.
  *

@@ -19,7 +19,7 @@ from kvferry.common.cluster.events import (
     PieceArrived,
     PieceBad,
 )
-from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.protocol import Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.protocol.messages import (
     Abort,
@@ -35,10 +35,12 @@ from kvferry.common.protocol.messages import (
     Tokens,
     WantedRequest,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.decode_node.role import DecodeRole
+from tests.support.role_context import role_context
 
 SELF_ID, PREFILL, WORKER = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)
 REQUEST = RequestId("a" * 32)
@@ -53,19 +55,19 @@ class Bench:
         self.worker = self.clients.hello(WORKER, "worker", "w", 0.0)
         self.prefill = self.clients.hello(PREFILL, "prefill", "p", 0.0)
         self.pool = BlockPool(num_blocks, 4, "m")
-        self.role = DecodeRole(
-            Scheduler(SchedulerConfig(), self.pool), Timers(), Limits(), LAYERS, lambda: self.clients
-        )
-        self.list_of_worker(0.0, as_of=0)
+        self.role = DecodeRole(role_context(Scheduler(SchedulerConfig(), self.pool), self.clients))
+        self.heartbeat_of_worker(0.0, as_of=0)
 
     def key(self, attempt: int = 1, generation: int = 1, request: RequestId = REQUEST) -> TransferKey:
         return TransferKey(request, attempt, generation, PREFILL, SELF_ID)
 
-    def list_of_worker(self, now: float, *, as_of: int, attempts: tuple[int, ...] = (), expected: bool = False):
+    def heartbeat_of_worker(self, now: float, *, as_of: int, attempts: tuple[int, ...] = (), expected: bool = False):
         entries = tuple(
             WantedRequest(request_id=REQUEST, attempt=attempt, next_index=0, expected=expected) for attempt in attempts
         )
-        self.worker.take(Heartbeat(heartbeat_no=self.worker.heartbeat_no + 1, as_of=as_of, entries=entries), now)
+        self.worker.update_wanted(
+            Heartbeat(heartbeat_no=self.worker.heartbeat_no + 1, as_of=as_of, wanted=entries), now
+        )
         return self.done(self.role.on_heartbeat(self.worker, now), now)
 
     def reserve(
@@ -88,10 +90,13 @@ class Bench:
             transfer_no=1,
             placement_no=placement_no,
             worker=WORKER,
-            prompt_token_ids=array("I", range(10, 10 + prompt)),
-            output_token_ids=array("I"),
-            sampling=SamplingParams(max_new_tokens=4),
-            priority=priority,
+            spec=RequestSpec(
+                model="m",
+                prompt_token_ids=array("I", range(10, 10 + prompt)),
+                output_token_ids=array("I"),
+                sampling=SamplingParams(max_new_tokens=4),
+                priority=priority,
+            ),
             remaining_ms=60_000,
             waited_ms=0,
             staged=staged,
@@ -106,7 +111,6 @@ class Bench:
             first_token_pos=0,
             num_tokens=6,
             token_id=5,
-            token_index=0,
             waiting=waiting,
         )
         return self.done(self.role.on_message(self.prefill, message, now), now)
@@ -131,7 +135,7 @@ class Bench:
     def done(self, actions, now: float):
         actions = [*actions, *self.role.flush(now)]
         self.role.check_invariants()
-        self.role.scheduler.check_invariants()
+        self.role.context.scheduler.check_invariants()
         return actions
 
 
@@ -255,7 +259,7 @@ def test_abort_gives_a_reservation_back(bench):
 
 def test_a_late_reserve_of_a_plan_that_is_over_is_refused(bench):
     """Rule 13: no tombstones are kept, the list is newer and does not have it."""
-    bench.list_of_worker(0.1, as_of=7)
+    bench.heartbeat_of_worker(0.1, as_of=7)
     assert said(bench.reserve(0.2, placement_no=7), Refused) == [Refused(key=bench.key(), reason="gone")]
     assert said(bench.reserve(0.3, placement_no=8), Granted)
 
@@ -269,10 +273,10 @@ def test_a_committed_request_goes_with_the_workers_list_only(bench):
     """Rule 16."""
     bench.reserve()
     bench.commit()
-    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=99), 0.3)
+    bench.prefill.update_wanted(Heartbeat(heartbeat_no=1, as_of=99), 0.3)
     assert bench.done(bench.role.on_heartbeat(bench.prefill, 0.3), 0.3) == []
-    assert bench.list_of_worker(0.4, as_of=1, attempts=(1,)) == []
-    assert bench.list_of_worker(0.5, as_of=1) == [ForgetPieces(bench.key())]
+    assert bench.heartbeat_of_worker(0.4, as_of=1, attempts=(1,)) == []
+    assert bench.heartbeat_of_worker(0.5, as_of=1) == [ForgetPieces(bench.key())]
     assert bench.role.is_quiescent()
 
 
@@ -285,12 +289,12 @@ def test_a_newer_reserve_of_the_attempt_replaces_the_older_one(bench):
     assert bench.pool.num_held == 2
 
 
-def test_what_was_lost_is_told_until_the_list_has_it_no_more(bench):
+def test_what_was_lost_is_reported_until_the_wanted_set_drops_it(bench):
     bench.reserve()
     bench.commit()
     bench.damaged(0)
     bench.damaged(0, 0.4)
-    assert said(bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Gone)[0].reason == "lost"
-    assert said(bench.list_of_worker(1.0, as_of=1, attempts=(1,), expected=True), Gone)
-    bench.list_of_worker(1.5, as_of=2)
+    assert said(bench.heartbeat_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Gone)[0].reason == "lost"
+    assert said(bench.heartbeat_of_worker(1.0, as_of=1, attempts=(1,), expected=True), Gone)
+    bench.heartbeat_of_worker(1.5, as_of=2)
     assert bench.role.is_quiescent()

@@ -1,4 +1,4 @@
-"""The decode role: how requests wait for room, run, end, and are told of again."""
+"""The decode role: how requests wait for room, run, end, and are reported again."""
 
 import pytest
 from msgspec.structs import replace
@@ -10,7 +10,7 @@ from kvferry.common.cluster.events import (
     PieceArrived,
     Tick,
 )
-from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.config.protocol import Limits
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import (
     Abort,
@@ -32,6 +32,7 @@ from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceStatus
 from kvferry.common.scheduling.step import StepResult
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.decode_node.role import DecodeRole
+from tests.support.role_context import role_context
 from tests.unit.decode_node.test_decode import LAYERS, REQUEST, WORKER, Bench, said
 
 OTHERS = tuple(RequestId(f"{number:032x}") for number in range(9))
@@ -50,7 +51,7 @@ def make_bench(
 ) -> Bench:
     bench = Bench(num_blocks)
     scheduler = Scheduler(config or SchedulerConfig(), bench.pool, host)
-    bench.role = DecodeRole(scheduler, Timers(), limits or Limits(), LAYERS, lambda: bench.clients)
+    bench.role = DecodeRole(role_context(scheduler, bench.clients, limits=limits))
     return bench
 
 
@@ -64,12 +65,12 @@ def run(bench: Bench, now: float = 0.2) -> None:
 
 def step(bench: Bench, now: float, token: int = 7, failed: str = ""):
     """One step of the engine for all that run."""
-    plan, events = bench.role.scheduler.schedule(now)
+    plan, events = bench.role.context.scheduler.schedule(now)
     assert plan is not None
     ids = [part.seq_id for part in plan.scheduled]
     sampled, failures = ({}, dict.fromkeys(ids, failed)) if failed else (dict.fromkeys(ids, token), {})
     result = StepResult(plan.step_id, sampled, failures)
-    events = [*events, *bench.role.scheduler.apply(result, now)]
+    events = [*events, *bench.role.context.scheduler.apply(result, now)]
     return bench.done([action for event in events for action in bench.role.on_scheduler(event, now)], now)
 
 
@@ -97,11 +98,11 @@ def test_what_finds_no_room_is_queued_and_granted_in_its_turn():
 
 @pytest.mark.parametrize(("asked_at", "first"), [(5.0, OTHERS[2]), (25.0, OTHERS[1])])
 def test_the_better_class_goes_first_until_the_other_has_waited_long(asked_at, first):
-    """Rule 17 on this role: class, raised by waiting, then age; and nobody overtakes the head."""
+    """Rule 17 on this role: class, raised by waiting, then age; and no request overtakes the head."""
     bench = make_bench(num_blocks=4)
     bench.reserve(priority=1)
     bench.reserve(0.2, key=bench.key(request=OTHERS[1]))
-    bench.list_of_worker(asked_at, as_of=0)
+    bench.heartbeat_of_worker(asked_at, as_of=0)
     bench.reserve(asked_at, key=bench.key(request=OTHERS[2]), priority=1)
     freed = bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key()), asked_at), asked_at)
     assert [granted.key.request_id for granted in said(freed, Granted)] == [first]
@@ -114,7 +115,7 @@ def test_more_than_a_few_do_not_wait():
     assert said(bench.reserve(0.3, key=bench.key(request=OTHERS[2])), Refused)[0].reason == "full"
 
 
-def test_what_could_never_fit_is_refused_at_once():
+def test_what_could_never_fit_is_refused_immediately():
     bench = make_bench(num_blocks=1)
     assert "KV blocks" in said(bench.reserve(), Refused)[0].reason
     assert bench.role.is_quiescent()
@@ -134,19 +135,19 @@ def test_an_old_copy_of_a_reserve_changes_nothing_after_the_commit(bench):
 
 def test_a_reserve_that_the_prefill_nodes_list_no_longer_has_is_refused(bench):
     """Rules 13 and 16: both lists keep a reservation."""
-    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=1), 0.1)
+    bench.prefill.update_wanted(Heartbeat(heartbeat_no=1, as_of=1), 0.1)
     assert said(bench.reserve(0.2), Refused)[0].reason == "gone"
 
 
 def test_a_reservation_goes_with_either_list(bench):
     """Rule 16."""
     bench.reserve()
-    bench.prefill.take(Heartbeat(heartbeat_no=1, as_of=1), 0.2)
+    bench.prefill.update_wanted(Heartbeat(heartbeat_no=1, as_of=1), 0.2)
     assert bench.done(bench.role.on_heartbeat(bench.prefill, 0.2), 0.2) == [ForgetPieces(bench.key())]
     assert bench.role.is_quiescent()
     other = Bench()
     other.reserve()
-    assert other.list_of_worker(0.2, as_of=1) == [ForgetPieces(bench.key())]
+    assert other.heartbeat_of_worker(0.2, as_of=1) == [ForgetPieces(bench.key())]
     assert other.role.is_quiescent()
 
 
@@ -160,12 +161,12 @@ def test_a_drain_takes_back_what_is_not_committed_and_refuses_more(bench):
     assert said(bench.reserve(0.5, key=bench.key(request=OTHERS[2])), Refused)[0].reason == "draining"
 
 
-def test_what_the_drain_does_not_finish_is_given_back(bench):
+def test_what_the_drain_does_not_finish_is_preempted(bench):
     run(bench)
     actions = bench.done(bench.role.preempt_all(0.4), 0.4)
     assert [gone.reason for gone in said(actions, Gone)] == ["preempted"]
     assert bench.pool.num_held == 0
-    again = bench.list_of_worker(0.9, as_of=1, attempts=(1,), expected=True)
+    again = bench.heartbeat_of_worker(0.9, as_of=1, attempts=(1,), expected=True)
     assert [gone.reason for gone in said(again, Gone)] == ["preempted"]
 
 
@@ -193,7 +194,7 @@ def test_without_a_reservation_a_commit_is_refused(bench):
     assert said(blocked.commit(), CommitRefused)[0].reason == "not_reserved"
 
 
-def test_a_commit_that_comes_last_starts_at_once(bench):
+def test_a_commit_that_comes_last_starts_immediately(bench):
     bench.reserve()
     bench.arrives(0)
     bench.arrives(1)
@@ -207,7 +208,11 @@ def test_pieces_that_do_not_cover_what_was_asked_for_lose_the_request_and_no_mor
     for number in range(pieces):
         bench.arrives(number)
     wrong = Commit(
-        key=bench.key(), num_pieces=pieces, first_token_pos=first_token_pos, num_tokens=6, token_id=5, token_index=0
+        key=bench.key(),
+        num_pieces=pieces,
+        first_token_pos=first_token_pos,
+        num_tokens=6,
+        token_id=5,
     )
     actions = bench.done(bench.role.on_message(bench.prefill, wrong, 0.4), 0.4)
     assert [gone.reason for gone in said(actions, Gone)] == ["lost"]
@@ -225,7 +230,13 @@ def test_a_commit_that_counts_more_pieces_than_there_can_be_is_refused(bench):
 
 def test_a_commit_of_another_length_than_was_reserved_loses_the_request(bench):
     bench.reserve()
-    wrong = Commit(key=bench.key(), num_pieces=0, first_token_pos=0, num_tokens=0, token_id=5, token_index=0)
+    wrong = Commit(
+        key=bench.key(),
+        num_pieces=0,
+        first_token_pos=0,
+        num_tokens=0,
+        token_id=5,
+    )
     actions = bench.done(bench.role.on_message(bench.prefill, wrong, 0.4), 0.4)
     assert said(actions, Gone)[0].reason == "lost"
     assert "ids are known" in said(actions, Gone)[0].detail
@@ -269,39 +280,39 @@ def test_tokens_go_out_step_by_step_and_the_end_with_the_last(bench):
     assert bench.pool.num_held == 0
 
 
-def test_a_finish_record_is_told_until_the_list_has_it_no_more(bench):
+def test_a_finish_record_is_reported_until_the_wanted_set_drops_it(bench):
     """Rule 15."""
     run(bench)
     for now in (0.4, 0.5, 0.6):
         step(bench, now)
     for now in (1.0, 1.5):
-        told = bench.list_of_worker(now, as_of=1, attempts=(1,), expected=True)
-        assert spoken(told) == [(0, (5, 7, 7, 7), "length")]
-    bench.list_of_worker(2.0, as_of=1)
+        reported = bench.heartbeat_of_worker(now, as_of=1, attempts=(1,), expected=True)
+        assert spoken(reported) == [(0, (5, 7, 7, 7), "length")]
+    bench.heartbeat_of_worker(2.0, as_of=1)
     assert bench.role.is_quiescent()
 
 
-def test_running_requests_are_told_of_only_when_a_gap_was_seen(bench):
+def test_running_requests_are_reported_only_when_a_gap_was_seen(bench):
     """Rule 14."""
     run(bench)
     step(bench, 0.4)
-    assert bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True) == []
+    assert bench.heartbeat_of_worker(0.5, as_of=1, attempts=(1,), expected=True) == []
     entry = entry_of(bench)
     bench.role._outbox.add_from(entry, 1)
     assert spoken(bench.done([], 0.6)) == [(1, (7,), None)]
 
 
-def test_a_request_that_cannot_go_on_is_a_failure_of_its_own(bench):
+def test_a_request_that_cannot_continue_is_a_failure_of_its_own(bench):
     run(bench)
     actions = step(bench, 0.4, failed="not a number")
     (message,) = said(actions, Tokens)
     assert [(e.first_index, e.token_ids, e.error) for e in message.entries] == [(1, (), "not a number")]
     assert bench.pool.num_held == 0
-    (again,) = said(bench.list_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Tokens)
+    (again,) = said(bench.heartbeat_of_worker(0.5, as_of=1, attempts=(1,), expected=True), Tokens)
     assert again.entries[0].error == "not a number"
 
 
-def crowd(bench: Bench) -> None:
+def fill(bench: Bench) -> None:
     """Two requests that run, and blocks for no more."""
     run(bench)
     other = bench.key(request=OTHERS[1])
@@ -311,14 +322,20 @@ def crowd(bench: Bench) -> None:
     granted_from = ledger.first_token_pos
     whole = replace(bench.piece(0), key=other, layer_end=LAYERS, token_start=granted_from)
     bench.role.on_event(PieceArrived(whole), 0.3)
-    commit = Commit(key=other, num_pieces=1, first_token_pos=granted_from, num_tokens=6, token_id=5, token_index=0)
+    commit = Commit(
+        key=other,
+        num_pieces=1,
+        first_token_pos=granted_from,
+        num_tokens=6,
+        token_id=5,
+    )
     bench.done(bench.role.on_message(bench.prefill, commit, 0.3), 0.3)
 
 
-def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
+def test_out_of_blocks_the_youngest_is_preempted_and_its_worker_notified():
     """Rule 36."""
     bench = make_bench(num_blocks=4)
-    crowd(bench)
+    fill(bench)
     gone = []
     for now in (0.4, 0.5, 0.6):
         gone += said(step(bench, now), Gone)
@@ -330,13 +347,13 @@ def test_out_of_blocks_the_youngest_is_given_back_and_its_worker_told():
 def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
     host = HostPool(4)
     bench = make_bench(num_blocks=4, host=host)
-    crowd(bench)
+    fill(bench)
     for now in (0.4, 0.5, 0.6)[:steps]:
         assert said(step(bench, now), Gone) == []
-    plan = bench.role.scheduler.schedule(0.6).plan if steps == 2 else None
+    plan = bench.role.context.scheduler.schedule(0.6).plan if steps == 2 else None
     entry = bench.role.entries.by_key[bench.key(request=OTHERS[1])]
     assert entry.seq_id is not None
-    assert bench.role.scheduler.status(entry.seq_id) is (
+    assert bench.role.context.scheduler.status(entry.seq_id) is (
         SequenceStatus.SWAPPING if steps == 2 else SequenceStatus.SWAPPED
     )
     role, worker = bench.role, bench.worker
@@ -344,7 +361,7 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
         case "cancel":
             role.on_message(worker, Cancel(request_id=OTHERS[1], attempt=1), 0.6)
         case "list":
-            worker.take(Heartbeat(heartbeat_no=99, as_of=99), 0.6)
+            worker.update_wanted(Heartbeat(heartbeat_no=99, as_of=99), 0.6)
             role.on_heartbeat(worker, 0.6)
         case "lost worker":
             role.on_client_lost(worker, 0.6)
@@ -355,8 +372,8 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
         case "nothing":
             pass
     if plan is not None:
-        role.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
-    role.scheduler.check_invariants()
+        role.context.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.6)
+    role.context.scheduler.check_invariants()
     assert (host.num_held > 0) == (way == "nothing")
 
 
@@ -365,7 +382,7 @@ def test_the_backstop_of_a_deadline_frees_and_reports(bench):
     bench.reserve()
     assert bench.role.tick(61.0) == []
     assert said(bench.done(bench.role.tick(61.2), 61.2), Refused)[0].reason == "deadline"
-    assert bench.role.scheduler.is_quiescent()
+    assert bench.role.context.scheduler.is_quiescent()
     assert bench.role.tick(61.3) == []
     bench.role.on_message(bench.prefill, Abort(key=bench.key()), 61.4)
     assert bench.role.is_quiescent()
@@ -388,7 +405,7 @@ def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
 
 
 def test_a_worker_that_left_is_not_written_to(bench):
-    """Rule 30: the outbox holds nothing for nobody."""
+    """Rule 30: the outbox holds nothing for a client that is gone."""
     bench.reserve()
     bench.commit()
     bench.arrives(0)
@@ -398,7 +415,7 @@ def test_a_worker_that_left_is_not_written_to(bench):
     assert bench.role._outbox.is_empty
 
 
-def test_a_token_out_of_its_place_is_a_bug_that_is_told(bench):
+def test_a_token_out_of_its_place_is_a_bug_that_is_reported(bench):
     run(bench)
     with pytest.raises(InvariantError, match="does not continue"):
         bench.role._outbox.add_token(entry_of(bench), 9, 5)
@@ -406,7 +423,7 @@ def test_a_token_out_of_its_place_is_a_bug_that_is_told(bench):
         bench.role._outbox.add_token(entry_of(bench), 9, 0)
 
 
-def test_what_is_not_for_this_leg_changes_nothing(bench):
+def test_what_is_not_for_this_role_changes_nothing(bench):
     assert bench.role.on_event(Tick(), 0.1) == []
     assert bench.role.on_message(bench.worker, Status(status_no=1), 0.1) == []
 

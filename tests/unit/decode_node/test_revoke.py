@@ -27,7 +27,7 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     bench = make_bench(num_blocks=12)
     for number, priority in ((0, 4), (1, 5), (2, 5)):
         bench.reserve(0.1 + number, key=bench.key(request=OTHERS[number]), priority=priority)
-        bench.list_of_worker(0.1 + number, as_of=0)
+        bench.heartbeat_of_worker(0.1 + number, as_of=0)
     better = bench.key(request=REQUEST)
     actions = bench.reserve(3.0, key=better, priority=1)
     assert revoked(actions) == [(OTHERS[2], "priority")]
@@ -37,7 +37,7 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     assert held == {OTHERS[0], OTHERS[1], REQUEST}
 
 
-def test_what_was_taken_back_is_not_granted_anew():
+def test_what_was_revoked_is_not_granted_again():
     """By a late copy of its Reserve: pieces of the first grant, still under way, would be taken for the second's."""
     bench = make_bench(num_blocks=4)
     key = bench.key(request=OTHERS[1])
@@ -62,7 +62,7 @@ def test_who_has_waited_long_does_not_give_way():
     """Rule 17 holds here as well: a class is raised by waiting."""
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1, priority=3)
-    bench.list_of_worker(21.0, as_of=0)
+    bench.heartbeat_of_worker(21.0, as_of=0)
     assert revoked(bench.reserve(21.0, key=bench.key(request=OTHERS[1]), priority=1)) == []
 
 
@@ -73,7 +73,7 @@ def test_what_is_committed_is_never_taken_back():
     assert revoked(bench.reserve(0.3, key=bench.key(request=OTHERS[1]), priority=1)) == []
 
 
-def test_nobody_gives_way_when_that_would_not_make_room():
+def test_no_reservation_gives_way_when_that_would_not_make_room():
     bench = make_bench(num_blocks=7)
     run(bench)
     step(bench, 0.3)  # it holds two blocks and decodes
@@ -106,7 +106,7 @@ def test_a_grant_whose_pieces_come_is_used():
     assert revoked(bench.role.tick(0.2 + IDLE_S)) == []
 
 
-def test_a_grant_that_is_not_used_stays_while_nobody_waits():
+def test_a_grant_that_is_not_used_stays_while_no_other_waits():
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1)
     assert bench.role.tick(30.0) == []
@@ -146,7 +146,7 @@ def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
         bench.commit(0.5, key=bench.key(request=OTHERS[number]))
     step(bench, 0.6)
     step(bench, 0.7)
-    assert bench.role.scheduler.is_starved
+    assert bench.role.context.scheduler.is_starved
     assert revoked(bench.done(bench.role.tick(0.8), 0.8)) == []
 
 
@@ -160,10 +160,10 @@ def test_a_revoke_that_crosses_the_commit_costs_no_attempt():
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
     bench.step(0.3)
-    told = said(bench.hear(DECODES[0], Revoke(key=reserve.key, reason="priority"), 0.4), HandoverFailed)[0]
-    assert (told.reason, told.commit_sent, told.held) == ("revoked", True, True)
+    reported = said(bench.hear(DECODES[0], Revoke(key=reserve.key, reason="priority"), 0.4), HandoverFailed)[0]
+    assert (reported.reason, reported.commit_sent, reported.retained) == ("revoked", True, True)
     assert bench.hear(DECODES[0], CommitRefused(key=reserve.key, reason="not_reserved"), 0.5) == []
     router = RouterBench()
     router.submit()
-    failed(router, 0.2, reason="revoked", commit_sent=True, held=True)
+    failed(router, 0.2, reason="revoked", commit_sent=True, retained=True)
     assert (request_at(router).state, request_at(router).losses) == (RequestState.WAITING, 0)

@@ -1,4 +1,4 @@
-"""The receiver's book of staging slots, by itself and in the decode role: when one may be written for somebody else."""
+"""The receiver's staging slots, by themselves and in the decode role: when another hand-over may write one."""
 
 import pytest
 
@@ -18,6 +18,7 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Abort, Cancel, Granted, Revoke
 from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
+from tests.support.role_context import role_context
 from tests.unit.decode_node.test_decode import PREFILL, REQUEST, SELF_ID, Bench, said
 
 TIMERS = Timers()
@@ -39,7 +40,7 @@ def everybody(_: Incarnation) -> bool:
     return True
 
 
-def nobody(_: Incarnation) -> bool:
+def no_client(_: Incarnation) -> bool:
     return False
 
 
@@ -49,7 +50,7 @@ def test_a_hand_over_gets_what_there_is_and_no_more_than_its_share(slots):
     assert slots.num_granted == 5
 
 
-def test_confirmed_slots_are_free_at_once(slots):
+def test_confirmed_slots_are_free_immediately(slots):
     slots.grant(key(1))
     slots.release(key(1), 0.0, confirmed=True)
     assert (slots.num_granted, slots.num_quarantined) == (0, 0)
@@ -79,14 +80,14 @@ def test_a_sender_that_lives_is_asked_until_it_answers_and_time_alone_frees_noth
 def test_after_a_sender_is_gone_slots_rest_from_the_end_of_its_session_on(slots):
     slots.grant(key(1))
     slots.release(key(1), 0.0, confirmed=False)
-    assert slots.tick(nobody, 0.6) == [CloseSession(PREFILL)]
-    assert slots.tick(nobody, 50.0) == [CloseSession(PREFILL)]  # not closed yet: asked again, and nothing is freed
+    assert slots.tick(no_client, 0.6) == [CloseSession(PREFILL)]
+    assert slots.tick(no_client, 50.0) == [CloseSession(PREFILL)]  # not closed yet: asked again, and nothing is freed
     slots.on_session_closed(OTHER, 50.1)
     slots.on_session_closed(PREFILL, 51.0)
-    assert slots.tick(nobody, 51.0 + TIMERS.quarantine_s) == []
-    slots.on_session_closed(PREFILL, 56.0)  # told twice: the first time counts
+    assert slots.tick(no_client, 51.0 + TIMERS.quarantine_s) == []
+    slots.on_session_closed(PREFILL, 56.0)  # reported twice: the first time counts
     assert slots.num_quarantined == 2
-    slots.tick(nobody, 51.1 + TIMERS.quarantine_s)
+    slots.tick(no_client, 51.1 + TIMERS.quarantine_s)
     assert slots.num_quarantined == 0
 
 
@@ -127,15 +128,10 @@ class StagedBench(Bench):
 
     def __init__(self) -> None:
         super().__init__()
-        limits = Limits(slots_per_transfer=4)
-        self.role = DecodeRole(
-            self.role.scheduler,
-            self.role.timers,
-            limits,
-            self.role.num_layers,
-            lambda: self.clients,
-            num_staging_slots=8,
+        context = role_context(
+            self.role.context.scheduler, self.clients, limits=Limits(slots_per_transfer=4), num_staging_slots=8
         )
+        self.role = DecodeRole(context)
 
     def reserve_staged(self, now: float = 0.1, *, staged: bool = True):
         return self.reserve(now, staged=staged)

@@ -20,7 +20,10 @@ HEAD = OTHERS[8]
 
 def ask(bench: Bench, now: float, request=HEAD, prompt=range(50, 56), **changes):
     """Two blocks of four, unless the prompt is another: as many as `run` gives to REQUEST, and no id the same."""
-    message = replace(bench.message(bench.key(request=request)), prompt_token_ids=array("I", prompt), **changes)
+    message = bench.message(bench.key(request=request))
+    inner = {name: changes.pop(name) for name in ("priority", "sampling") if name in changes}
+    spec = replace(message.spec, prompt_token_ids=array("I", prompt), **inner)
+    message = replace(message, spec=spec, **changes)
     return bench.done(bench.role.on_message(bench.prefill, message, now), now)
 
 
@@ -46,7 +49,7 @@ def abort(bench: Bench, now: float, request=REQUEST):
     return bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key(request=request)), now), now)
 
 
-@pytest.mark.parametrize("way", ["cancelled", "finished", "failed", "given back", "lost"])
+@pytest.mark.parametrize("way", ["cancelled", "finished", "failed", "preempted", "lost"])
 def test_granted_as_soon_as_what_decodes_is_over(way: str):
     bench = make_bench(num_blocks=3, config=SchedulerConfig(watermark_blocks_share=0.0))
     run(bench)
@@ -59,7 +62,7 @@ def test_granted_as_soon_as_what_decodes_is_over(way: str):
             actions = step(bench, 0.6)
         case "failed":
             actions = step(bench, 0.4, failed="not a number")
-        case "given back":
+        case "preempted":
             actions = bench.done(bench.role.preempt_all(0.4), 0.4)
         case _:
             actions = bench.done(bench.role.entries.lose(bench.role.entries.by_key[bench.key()], "lost", 0.4), 0.4)
@@ -89,10 +92,10 @@ def test_blocks_of_a_step_in_flight_make_room_when_it_is_back():
     bench = make_bench(num_blocks=3)
     run(bench)
     wait(bench)
-    plan = bench.role.scheduler.schedule(0.4).plan
+    plan = bench.role.context.scheduler.schedule(0.4).plan
     assert plan is not None
     assert granted(cancel(bench, 0.4)) == []
-    bench.role.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
+    bench.role.context.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
     assert granted(bench.done([], 0.5)) == [HEAD]
 
 
@@ -101,7 +104,7 @@ def test_the_watermark_makes_room_when_nothing_decodes_any_more():
     bench = make_bench(num_blocks=5, config=SchedulerConfig(watermark_blocks_share=0.4))
     run(bench)
     wait(bench)
-    assert bench.role.scheduler.schedule(0.4).plan is not None
+    assert bench.role.context.scheduler.schedule(0.4).plan is not None
     actions = cancel(bench, 0.4)
     assert bench.pool.num_releases == 0
     assert granted(actions) == [HEAD]
@@ -155,7 +158,7 @@ def test_ids_of_a_waiting_head_are_checked_and_hashed_once(monkeypatch):
     assert counts == {"check": 1, "_lookup": 1, "chain_bytes": 11}
     assert granted(abort(bench, 0.4, OTHERS[0])) == []
     assert bench.role.flush(0.4) == []
-    assert counts == {"check": 1, "_lookup": 2, "chain_bytes": 11}, "one block more: looked for anew, not hashed"
+    assert counts == {"check": 1, "_lookup": 2, "chain_bytes": 11}, "one block more: looked up again, not hashed"
     assert granted(abort(bench, 0.5, OTHERS[1])) == [HEAD]
     assert counts == {"check": 1, "_lookup": 3, "chain_bytes": 11}
 
@@ -164,8 +167,8 @@ def test_ids_of_a_waiting_head_are_checked_and_hashed_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("prompt", "why"), [([1, 99], "outside the vocabulary"), (range(40), "KV blocks")])
-def test_what_could_never_run_is_refused_at_once_though_others_wait(prompt, why: str):
-    """Not when its turn comes: nobody is there to refuse it then, and the node would end."""
+def test_what_could_never_run_is_refused_immediately_though_others_wait(prompt, why: str):
+    """Not when its turn comes: it could not be refused then, and the node would end."""
     bench = make_bench(num_blocks=3, config=SchedulerConfig(vocab_size=99))
     run(bench)
     wait(bench)

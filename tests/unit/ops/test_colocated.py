@@ -1,4 +1,4 @@
-"""A node with both roles finishes a request where its prompt was computed: one owner at a time, nothing ferried."""
+"""A node with both roles finishes a request where its prompt was computed: one owner at a time, nothing transferred."""
 
 import pytest
 
@@ -22,13 +22,14 @@ from kvferry.common.protocol.messages import (
 from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import DECODES, SELF_ID, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request, said
+from tests.support.role_context import SELF_ID
 
 KEY = AttemptKey(request(1), 1)
 
 
 def colocated(**options) -> PrefillBench:
-    """A node with both roles; one step at a time unless told otherwise."""
+    """A node with both roles; one step at a time unless the test says otherwise."""
     return PrefillBench(**{"colocated": True, "steps_in_flight": 1, **options})
 
 
@@ -47,13 +48,13 @@ def tokens(actions) -> list[tuple[int, tuple[int, ...], str | None]]:
 
 def finish(bench: PrefillBench, now: float = 0.3) -> list[tuple[int, tuple[int, ...], str | None]]:
     """Step until nothing is left to step."""
-    told = []
+    reported = []
     while bench.steps:
-        told += tokens(bench.step(now))
-    return told
+        reported += tokens(bench.step(now))
+    return reported
 
 
-def test_a_request_goes_on_where_its_prompt_was_computed():
+def test_a_request_continues_where_its_prompt_was_computed():
     bench = colocated()
     started = bench.job(here=True, candidates=0)
     assert not said(started, Reserve)
@@ -65,11 +66,11 @@ def test_a_request_goes_on_where_its_prompt_was_computed():
     assert not said(first, Reserve)
     assert not [a for a in first if isinstance(a, SendPiece)]
     assert finish(bench) == [(1, (50,), None), (2, (50,), None), (3, (50,), "length")]
-    bench.beat(0.5)
+    bench.heartbeat(0.5)
     assert bench.core.is_quiescent()
 
 
-def test_it_is_one_legs_at_a_time():
+def test_it_is_one_roles_at_a_time():
     bench = colocated()
     bench.job(here=True)
     (seq_id,) = bench.role.jobs.by_seq
@@ -146,7 +147,7 @@ def test_a_first_token_that_is_the_last_ends_it_here():
     assert [m.finish for m in said(first, FirstToken)] == ["stop"]
     assert not said(first, HandedOver)
     assert not bench.decode.entries.by_attempt
-    bench.beat(0.3)
+    bench.heartbeat(0.3)
     assert bench.core.is_quiescent()
 
 
@@ -157,23 +158,23 @@ def test_a_copy_of_the_job_changes_nothing_while_it_decodes():
     assert finish(bench)[-1] == (3, (50,), "length")
 
 
-def test_its_state_is_told_to_the_list_that_expects_it():
+def test_its_state_is_reported_to_the_worker_that_expects_it():
     bench = running()
-    assert not said(bench.beat(0.3, (1, 1)), HandedOver)
-    assert tokens(bench.beat(0.4, (1, 1), next_index=0, resend=True)) == [(0, (50,), None)]
+    assert not said(bench.heartbeat(0.3, (1, 1)), HandedOver)
+    assert tokens(bench.heartbeat(0.4, (1, 1), next_index=0, resend=True)) == [(0, (50,), None)]
     finish(bench)
-    assert tokens(bench.beat(0.5, (1, 1), next_index=2)) == [(2, (50, 50), "length")]
+    assert tokens(bench.heartbeat(0.5, (1, 1), next_index=2)) == [(2, (50, 50), "length")]
 
 
 @pytest.mark.parametrize("end", ["list", "cancel", "silence"])
 def test_it_goes_when_its_worker_wants_it_no_more(end):
     bench = running()
     if end == "list":
-        bench.beat(0.3)
+        bench.heartbeat(0.3)
     elif end == "cancel":
-        bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.3)
+        bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.3)
     else:
-        for quarter in range(1, 16):  # a tick that comes late blames nobody
+        for quarter in range(1, 16):  # a tick that comes late blames no client
             bench.tick(quarter / 4, worker=quarter < 2)
     bench.step(5.0)
     assert bench.core.is_quiescent()
@@ -189,40 +190,40 @@ def test_its_deadline_is_the_jobs():
 
 
 def test_a_deadline_while_its_prompt_is_computed_leaves_no_sequence_behind():
-    """Held KV is for a next hand-over; a sequence that stays would go on by itself."""
+    """Held KV is for a next hand-over; a sequence that stays would continue by itself."""
     bench = colocated()
     bench.job(here=True, remaining_ms=1000)
     bench.tick(1.9)
     failed = said(bench.tick(2.2), HandoverFailed)
-    assert [(m.reason, m.held) for m in failed] == [("deadline", False)]
+    assert [(m.reason, m.retained) for m in failed] == [("deadline", False)]
     bench.step(2.3)
-    bench.beat(2.4)
+    bench.heartbeat(2.4)
     assert bench.core.is_quiescent()
 
 
-def test_a_drain_finishes_it_and_gives_back_what_takes_too_long():
+def test_a_drain_finishes_it_and_preempts_the_rest():
     bench = running()
     bench.handle(DrainRequested(), 0.3)
     assert finish(bench)[-1] == (3, (50,), "length")
-    bench.beat(0.5)
+    bench.heartbeat(0.5)
     assert [a.code for a in bench.tick(0.6) if isinstance(a, ExitProcess)] == [0]
 
     bench = running()
     bench.job(2, placement_no=2, here=True)
     bench.handle(DrainRequested(), 0.3)
     bench.tick(0.4)
-    told = said(bench.tick(0.4 + bench.timers.node_drain_s), Gone)
-    assert {(m.request_id, m.reason) for m in told} == {(request(1), "preempted"), (request(2), "preempted")}
+    reported = said(bench.tick(0.4 + bench.timers.node_drain_s), Gone)
+    assert {(m.request_id, m.reason) for m in reported} == {(request(1), "preempted"), (request(2), "preempted")}
 
 
-def test_out_of_blocks_the_youngest_is_given_back_and_comes_again_with_its_blocks_to_the_end():
+def test_out_of_blocks_the_youngest_is_preempted_and_comes_back_with_its_blocks_to_the_end():
     bench = colocated(num_blocks=6, max_running=4)
     for number in (1, 2):
         bench.job(number, placement_no=number, here=True, prompt=6, max_new_tokens=12, waited_ms=100 - number)
-    told: list[Gone] = []
-    while bench.steps and not told:
-        told = said(bench.step(0.2), Gone)
-    assert [(m.request_id, m.reason) for m in told] == [(request(2), "preempted")]
+    reported: list[Gone] = []
+    while bench.steps and not reported:
+        reported = said(bench.step(0.2), Gone)
+    assert [(m.request_id, m.reason) for m in reported] == [(request(2), "preempted")]
     bench.job(2, attempt=2, placement_no=3, here=True, prompt=6, max_new_tokens=12, outputs=(50,), times_preempted=3)
     waiting = bench.role.jobs.by_attempt[AttemptKey(request(2), 2)]
     assert waiting.state is JobState.QUEUED
@@ -230,7 +231,7 @@ def test_out_of_blocks_the_youngest_is_given_back_and_comes_again_with_its_block
     assert AttemptKey(request(2), 2) in bench.decode.entries.by_attempt
 
 
-def test_a_later_attempt_goes_on_from_what_is_known():
+def test_a_later_attempt_continues_from_what_is_known():
     bench = colocated()
     bench.job(here=True, attempt=2, outputs=(50, 51), max_new_tokens=4)
     first = bench.step(0.2, token=52)
@@ -238,7 +239,7 @@ def test_a_later_attempt_goes_on_from_what_is_known():
     assert tokens(bench.step(0.3, token=53)) == [(3, (53,), "length")]
 
 
-def test_a_later_attempt_takes_over_what_an_earlier_one_holds():
+def test_a_later_attempt_inherits_the_blocks_of_an_earlier_one():
     bench = colocated()
     bench.link_up()
     bench.job(candidates=1)
@@ -251,7 +252,7 @@ def test_a_later_attempt_takes_over_what_an_earlier_one_holds():
     assert [m.decode for m in said(bench.step(2.2), HandedOver)] == [SELF_ID]
 
 
-def test_prefix_hits_are_told_with_the_tokens():
+def test_prefix_hits_are_sent_with_the_tokens():
     bench = running()
     finish(bench)
     bench.job(1, 0.4, attempt=2, placement_no=2, here=True)
@@ -261,7 +262,7 @@ def test_prefix_hits_are_told_with_the_tokens():
 
 
 def test_a_running_stream_gets_its_token_in_every_step_however_long_a_prompt_comes():
-    """What a step computes beside it is bounded by max_step_tokens: so is the time between two of its tokens."""
+    """What a step computes besides it is bounded by max_step_tokens: so is the time between two of its tokens."""
     bench = colocated(max_step_tokens=8, num_blocks=64)
     bench.job(here=True, max_new_tokens=9)
     bench.step(0.2)

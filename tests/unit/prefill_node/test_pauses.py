@@ -22,7 +22,7 @@ def bench():
 
 
 def key_of(bench: PrefillBench, number: int = WORSE):
-    sender = next(job.sender for job in bench.role.jobs if job.job.request_id == request(number))
+    sender = next(job.sender for job in bench.role.jobs if job.message.request_id == request(number))
     assert sender is not None
     return sender.key
 
@@ -39,7 +39,7 @@ def test_a_long_pause_gives_the_reservation_back_and_keeps_the_blocks(bench):
     assert bench.pool.num_held == held
 
 
-def test_when_it_goes_on_the_same_node_is_asked_anew_and_nothing_is_computed_again(bench):
+def test_when_it_continues_the_same_node_is_asked_again_and_nothing_is_computed_again(bench):
     granted = key_of(bench)
     bench.stopped(ticks(bench, 0.4, 4.0), 4.0)
     bench.step(4.0)
@@ -55,15 +55,15 @@ def test_when_it_goes_on_the_same_node_is_asked_anew_and_nothing_is_computed_aga
 
 
 def test_after_a_second_pause_room_is_asked_for_with_the_last_chunk_alone(bench):
-    """Each time that room is asked for anew all its KV goes anew."""
-    job = next(job for job in bench.role.jobs if job.job.request_id == request(WORSE))
+    """Each time that room is asked for again all its KV goes again."""
+    job = next(job for job in bench.role.jobs if job.message.request_id == request(WORSE))
     assert job.sender is not None
-    pauses = ReservationPauses(bench.role.scheduler, pause_release_s=0.0)
+    pauses = ReservationPauses(bench.scheduler, pause_release_s=0.0)
     for pause in (1, 2):
         job.paused_since = pause
         assert said(pauses.tick(job, pause + 0.5), Abort)
-        assert bool(said(pauses.go_on(job, 60, pause + 0.6), Reserve)) == (pause == 1)
-    assert said(pauses.go_on(job, LONG, 3.0), Reserve)
+        assert bool(said(pauses.resume(job, 60, pause + 0.6), Reserve)) == (pause == 1)
+    assert said(pauses.resume(job, LONG, 3.0), Reserve)
 
 
 def test_room_is_asked_for_while_its_chunk_is_computed(bench):
@@ -88,5 +88,5 @@ def test_a_paused_prompt_is_bounded_by_its_deadline_and_its_worker(bench):
     failed = said(actions, HandoverFailed)
     assert (request(WORSE), "deadline") in [(message.request_id, message.reason) for message in failed]
     bench.stopped(actions, 61.4)
-    bench.beat(61.4)
+    bench.heartbeat(61.4)
     assert bench.role.is_quiescent()

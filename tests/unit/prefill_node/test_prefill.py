@@ -1,4 +1,4 @@
-"""The prefill role: what it takes, how far it goes without a grant, when it lets go of blocks, what it tells again."""
+"""The prefill role: what it takes, how far it goes without a grant, when it releases blocks, what it reports again."""
 
 import pytest
 from msgspec.structs import replace
@@ -45,7 +45,8 @@ from kvferry.common.protocol.messages import (
 )
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, WORKER, PrefillBench, request, said
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request, said
+from tests.support.role_context import COMPATIBILITY
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def bench():
 
 
 def job_of(bench: PrefillBench, number: int = 1):
-    return next(job for job in bench.role.jobs if job.job.request_id == request(number))
+    return next(job for job in bench.role.jobs if job.message.request_id == request(number))
 
 
 # -- what it takes
@@ -72,13 +73,13 @@ def test_a_request_from_job_to_hand_over(bench):
     bench.sent(0.5)
     assert bench.pool.num_held == 0
     assert job_of(bench).state is JobState.HANDED
-    bench.beat(0.6)
+    bench.heartbeat(0.6)
     assert bench.role.is_quiescent()
 
 
 def test_a_late_job_that_the_list_no_longer_has_is_refused(bench):
     """Rule 13."""
-    bench.beat(0.1, as_of=7)
+    bench.heartbeat(0.1, as_of=7)
     assert [gone.reason for gone in said(bench.job(now=0.2, placement_no=7), Gone)] == ["lost"]
     assert bench.role.is_quiescent()
     assert said(bench.job(now=0.3, placement_no=8), Reserve)
@@ -96,7 +97,7 @@ def test_a_job_that_could_never_run_here_ends_the_request(bench):
     assert bench.role.is_quiescent()
 
 
-def test_new_requests_are_bounded_and_replans_are_not():
+def test_new_requests_are_bounded_and_later_attempts_are_not():
     """Rule 35."""
     bench = PrefillBench(Limits(queued_requests=1), max_running=1)
     bench.link_up()
@@ -114,7 +115,7 @@ def test_waiting_tokens_are_bounded_but_one_long_prompt_is_taken():
     assert said(bench.job(2, prompt=6), HandoverFailed)[0].reason == "overloaded"
 
 
-def test_a_draining_node_takes_nothing_new_and_goes_on_with_what_it_has(bench):
+def test_a_draining_node_takes_nothing_new_and_continues_with_its_jobs(bench):
     """Rule 37."""
     reserve = said(bench.job(), Reserve)[0]
     bench.handle(DrainRequested(), 0.2)
@@ -123,15 +124,15 @@ def test_a_draining_node_takes_nothing_new_and_goes_on_with_what_it_has(bench):
     assert said(bench.step(0.5), Commit)
 
 
-def test_what_the_drain_does_not_finish_is_given_back(bench):
+def test_what_the_drain_does_not_finish_is_preempted(bench):
     bench.job()
     bench.step(0.2)
     bench.handle(DrainRequested(), 0.3)
     actions = bench.tick(0.3 + bench.timers.node_drain_s + 0.1)
     assert [(gone.attempt, gone.reason) for gone in said(actions, Gone)] == [(1, "preempted")]
     assert bench.pool.num_held == 0
-    told = bench.beat(61.0, (1, 1))
-    assert [gone.reason for gone in said(told, Gone)] == ["preempted"]  # until the list has it no more
+    reported = bench.heartbeat(61.0, (1, 1))
+    assert [gone.reason for gone in said(reported, Gone)] == ["preempted"]  # until the wanted set drops it
 
 
 # -- how far it goes without a grant
@@ -176,7 +177,7 @@ def test_room_is_asked_for_at_the_start_and_pieces_go_layer_by_layer():
     assert [a.piece.layer_start for a in first if isinstance(a, SendPiece)] == [0]
     second = bench.handle(LayersDone(plan.step_id, 2), 0.4)
     assert [a.piece.layer_start for a in second if isinstance(a, SendPiece)] == [1]
-    assert bench.handle(LayersDone(plan.step_id, 2), 0.5) == []  # told again
+    assert bench.handle(LayersDone(plan.step_id, 2), 0.5) == []  # reported again
 
 
 def test_transfers_under_way_to_one_node_are_bounded():
@@ -239,16 +240,16 @@ def test_none_left_is_no_room_and_the_kv_is_held_for_the_next_attempt(bench):
         key = job_of(bench).sender.key
         actions = bench.hear(decode, Refused(key=key, reason="full"), 0.3)
     failed = said(actions, HandoverFailed)[0]
-    assert (failed.reason, failed.held, failed.commit_sent) == ("no_room", True, False)
+    assert (failed.reason, failed.retained, failed.commit_sent) == ("no_room", True, False)
     assert bench.pool.num_held == 2
-    assert said(bench.beat(0.5, (1, 1)), HandoverFailed) == [failed]
+    assert said(bench.heartbeat(0.5, (1, 1)), HandoverFailed) == [failed]
     reserve = said(bench.job(now=0.6, attempt=2, placement_no=2, outputs=(50,)), Reserve)[0]
     assert bench.steps == []
     assert said(bench.grant(reserve, 0.7), Commit)[0].token_id == 50
     assert len(bench.role.jobs.by_attempt) == 1
 
 
-def test_held_kv_is_let_go_in_time_and_the_record_stays(bench):
+def test_retained_kv_is_released_in_time_and_the_entry_stays(bench):
     """Rule 22."""
     bench.job(candidates=0)
     assert bench.pool.num_held == 2
@@ -258,7 +259,7 @@ def test_held_kv_is_let_go_in_time_and_the_record_stays(bench):
     bench.tick(10.2)
     assert bench.pool.num_held == 0
     assert job_of(bench).state is JobState.FAILED
-    bench.beat(10.3, as_of=1)
+    bench.heartbeat(10.3, as_of=1)
     assert bench.role.is_quiescent()
 
 
@@ -267,7 +268,7 @@ def test_held_kv_is_bounded_by_a_share_of_the_pool():
     bench = PrefillBench(Limits(retained_share=0.0625, ungranted_share=1.0))
     bench.link_up()
     failures = [said(bench.job(number, candidates=0), HandoverFailed)[0] for number in (1, 2)]
-    assert [failure.held for failure in failures] == [True, False]
+    assert [failure.retained for failure in failures] == [True, False]
 
 
 def test_a_failed_commit_says_so_and_with_whom(bench):
@@ -278,7 +279,7 @@ def test_a_failed_commit_says_so_and_with_whom(bench):
     assert (failed.reason, failed.commit_sent, failed.decode) == ("not_reserved", True, DECODES[0])
 
 
-def test_a_revoked_grant_is_given_back_and_the_next_one_asked(bench):
+def test_a_revoked_grant_is_released_and_the_next_one_asked(bench):
     """Rule 28."""
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
@@ -288,15 +289,15 @@ def test_a_revoked_grant_is_given_back_and_the_next_one_asked(bench):
 
 
 @pytest.mark.parametrize("kind", [Granted, Revoke])
-def test_room_that_nobody_waits_for_is_given_back(bench, kind: type[Message]):
+def test_a_grant_that_no_job_waits_for_is_released(bench, kind: type[Message]):
     reserve = said(bench.job(), Reserve)[0]
-    bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
+    bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
     late = Granted(key=reserve.key, first_token=0) if kind is Granted else Revoke(key=reserve.key, reason="time")
     assert said(bench.hear(DECODES[0], late, 0.3), Abort) == [Abort(key=reserve.key)]
     assert bench.hear(DECODES[0], Queued(key=reserve.key), 0.4) == []
 
 
-def test_a_grant_of_an_earlier_generation_is_given_back(bench):
+def test_a_grant_of_an_earlier_generation_is_released(bench):
     """Rule 2: the key has the generation."""
     first = said(bench.job(), Reserve)[0]
     bench.hear(DECODES[0], Refused(key=first.key, reason="full"), 0.2)
@@ -349,17 +350,17 @@ def test_a_transport_that_fails_before_the_commit_is_like_a_refusal_and_after_it
 
 def test_the_transport_may_speak_of_what_is_gone(bench):
     reserve = said(bench.job(), Reserve)[0]
-    bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
+    bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
     assert bench.handle(KvSendFailed(reserve.key, "closed"), 0.3) == []
 
 
-def test_a_candidate_known_to_be_another_life_is_not_asked(bench):
+def test_a_candidate_known_to_be_another_incarnation_is_not_asked(bench):
     bench.handle(LinkClosed("d0"), 0.1)
     bench.handle(ProbeAnswered("d0", "refused"), 0.1)
     assert said(bench.job(now=0.2), Reserve)[0].key.decode == DECODES[1]
 
 
-# -- blocks are let go only when nobody reads them
+# -- blocks are released only when no transport reads them
 
 
 def test_blocks_that_are_read_outlive_the_request(bench):
@@ -367,7 +368,7 @@ def test_blocks_that_are_read_outlive_the_request(bench):
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
     bench.step(0.3)
-    actions = bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.4)
+    actions = bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.4)
     assert StopPieces(reserve.key) in actions
     assert bench.pool.num_held == 2
     assert not bench.role.knows(request(1), 1)
@@ -443,32 +444,32 @@ def test_a_lost_worker_leaves_nothing(bench):
     assert bench.pool.num_held == 0
 
 
-# -- what it tells
+# -- what it reports
 
 
-def test_a_lost_first_token_that_ends_a_request_is_told_with_the_list(bench):
+def test_a_lost_first_token_that_ends_a_request_is_sent_with_the_list(bench):
     """Rules 14 and 15."""
     bench.job(max_new_tokens=1)
     token = said(bench.step(0.2), FirstToken)[0]
-    assert said(bench.beat(0.5, (1, 1)), FirstToken) == [token]
-    assert said(bench.beat(1.0, (1, 1), next_index=1), FirstToken) == []
-    assert bench.beat(1.5) == []
+    assert said(bench.heartbeat(0.5, (1, 1)), FirstToken) == [token]
+    assert said(bench.heartbeat(1.0, (1, 1), next_index=1), FirstToken) == []
+    assert bench.heartbeat(1.5) == []
     assert bench.role.is_quiescent()
 
 
-def test_an_early_token_that_does_not_end_it_is_told_again_when_asked_for_only(bench):
+def test_an_early_token_that_does_not_end_it_is_sent_again_when_asked_for_only(bench):
     bench.job()
     token = said(bench.step(0.2), FirstToken)[0]
-    assert said(bench.beat(0.5, (1, 1)), FirstToken) == []
-    assert said(bench.beat(1.0, (1, 1), resend=True), FirstToken) == [token]
+    assert said(bench.heartbeat(0.5, (1, 1)), FirstToken) == []
+    assert said(bench.heartbeat(1.0, (1, 1), resend=True), FirstToken) == [token]
 
 
-def test_a_hand_over_is_told_again(bench):
+def test_a_hand_over_is_reported_again(bench):
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
     bench.step(0.3)
     bench.committed(reserve.key, 0.4)
-    assert said(bench.beat(0.5, (1, 1)), HandedOver)[0].decode == DECODES[0]
+    assert said(bench.heartbeat(0.5, (1, 1)), HandedOver)[0].decode == DECODES[0]
 
 
 def test_a_prompt_without_a_token_ends_the_request(bench):
@@ -487,12 +488,12 @@ def test_a_node_frees_by_its_own_backstop_a_second_after_the_workers_deadline(be
 
 def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
     bench.job(attempt=2, placement_no=2)
-    bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
+    bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.2)
     other = Incarnation("9" * 32)
-    bench.tell(other, bench.role.decodes.links.hello, 0.2)
-    bench.tell(other, Cancel(request_id=request(1), attempt=9), 0.3)
+    bench.deliver(other, bench.role.decodes.links.hello, 0.2)
+    bench.deliver(other, Cancel(request_id=request(1), attempt=9), 0.3)
     assert bench.role.knows(request(1), 2)
-    bench.tell(WORKER, Cancel(request_id=request(1), attempt=2), 0.4)
+    bench.deliver(WORKER, Cancel(request_id=request(1), attempt=2), 0.4)
     assert bench.role.is_quiescent()
 
 
@@ -505,10 +506,10 @@ def test_decode_nodes_get_the_list_of_open_hand_overs(bench):
     heartbeats = {
         a.peer: a.message for a in bench.tick(0.7) if isinstance(a, Send) and isinstance(a.message, Heartbeat)
     }
-    assert [(e.request_id, e.generation) for e in heartbeats[DECODES[0]].entries] == [
+    assert [(e.request_id, e.generation) for e in heartbeats[DECODES[0]].wanted] == [
         (request(1), reserve.key.generation)
     ]
-    assert heartbeats[DECODES[1]].entries == ()
+    assert heartbeats[DECODES[1]].wanted == ()
     assert heartbeats[DECODES[0]].as_of == reserve.transfer_no
 
 
@@ -522,7 +523,7 @@ def test_a_connection_begins_with_hello_and_kv_opens_with_the_welcome():
     assert bench.role.decodes.is_up(DECODES[0])
 
 
-def test_a_link_that_comes_up_asks_at_once():
+def test_a_link_that_comes_up_asks_immediately():
     bench = PrefillBench()
     assert said(bench.job(), Reserve)
     actions = bench.link_up(0.2)
@@ -544,14 +545,14 @@ def test_a_decode_node_that_forgot_us_is_greeted_again(bench):
 def test_workers_are_not_compared_but_prefill_nodes_are(bench):
     """Rule 6: the refusal names the field."""
     hello = bench.role.decodes.links.hello
-    stranger = Incarnation("8" * 32)
+    incompatible = Incarnation("8" * 32)
     wrong = replace(hello, compatibility=replace(COMPATIBILITY, block_size=8))
-    assert said(bench.tell(stranger, wrong, 0.1), HelloRefused)[0].reason == "block_size: 4 != 8"
+    assert said(bench.deliver(incompatible, wrong, 0.1), HelloRefused)[0].reason == "block_size: 4 != 8"
     more_ranks = replace(hello, compatibility=replace(COMPATIBILITY, tensor_parallel=2))
-    assert said(bench.tell(stranger, more_ranks, 0.1), HelloRefused)[0].reason == "tensor_parallel: 1 != 2"
+    assert said(bench.deliver(incompatible, more_ranks, 0.1), HelloRefused)[0].reason == "tensor_parallel: 1 != 2"
     old = replace(hello, kind="worker", compatibility=None, protocol_version=0)
-    assert said(bench.tell(stranger, old, 0.2), HelloRefused)[0].reason == "protocol_version: 1 != 0"
-    assert stranger not in bench.core.clients.clients
+    assert said(bench.deliver(incompatible, old, 0.2), HelloRefused)[0].reason == "protocol_version: 2 != 0"
+    assert incompatible not in bench.core.clients.clients
 
 
 # -- staging slots
@@ -572,7 +573,7 @@ def test_staging_slots_that_cannot_be_reached_are_not_asked_for(own, theirs):
     assert not said(bench.job(), Reserve)[0].staged
 
 
-def test_a_node_that_asks_whether_writing_has_stopped_is_told_the_truth():
+def test_a_node_that_asks_whether_writing_has_stopped_gets_the_truth():
     """Rule 26: Revoke is said again until it has."""
     bench = PrefillBench(staging_host="shm://")
     bench.link_up(staging=("shm://here/2",))

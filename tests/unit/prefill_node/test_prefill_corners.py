@@ -25,7 +25,7 @@ from kvferry.common.cluster.events import (
     PieceSent,
     ProbeAnswered,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
     Tick,
 )
 from kvferry.common.cluster.node_core import NodeCore
@@ -50,13 +50,15 @@ from kvferry.common.protocol.messages import (
     Status,
     WantedRequest,
 )
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import StepResult
 from kvferry.decode_node.role import DecodeRole
 from kvferry.prefill_node.handover_table import SendState
 from kvferry.prefill_node.job import JobState
-from tests.support.prefill_bench import COMPATIBILITY, DECODES, LAYERS, SELF_ID, WORKER, PrefillBench, request, said
-from tests.unit.prefill_node.test_handover_send import TOKEN, make_sender, messages
+from tests.support.prefill_bench import DECODES, WORKER, PrefillBench, request, said
+from tests.support.role_context import COMPATIBILITY, LAYERS, SELF_ID
+from tests.unit.prefill_node.test_handover_send import TOKEN, grant, make_sender, messages
 
 PEER = Incarnation("7" * 32)
 
@@ -114,13 +116,13 @@ def test_a_job_whose_time_is_over_while_it_waits_holds_nothing():
     bench.job(2, remaining_ms=500)
     held = bench.pool.num_held
     (failed,) = said(bench.tick(1.7), HandoverFailed)
-    assert (failed.request_id, failed.reason, failed.held) == (request(2), "deadline", False)
+    assert (failed.request_id, failed.reason, failed.retained) == (request(2), "deadline", False)
     assert bench.scheduler.num_waiting == 0
     assert bench.pool.num_held == held
 
 
 def test_the_engine_may_finish_what_has_failed_meanwhile(bench):
-    """The token is drawn, nobody is told, and the KV is held as it is."""
+    """The token is sampled, no worker is notified, and the KV stays retained."""
     bench.job(candidates=0)
     assert only_job(bench).state is JobState.FAILED
     assert said(bench.step(0.2), FirstToken) == []
@@ -134,7 +136,7 @@ def test_the_engine_may_end_what_has_failed_meanwhile(bench):
 
 
 def test_the_first_token_may_be_the_last_although_more_were_allowed():
-    """An eos: the reservation is given back, nothing is handed over."""
+    """An eos: the reservation is released, nothing is handed over."""
     bench = PrefillBench(eos_token_ids=frozenset({50}))
     bench.link_up()
     key = granted(bench)
@@ -147,7 +149,7 @@ def test_the_first_token_may_be_the_last_although_more_were_allowed():
 def test_layers_of_what_is_over_are_not_sent(bench):
     granted(bench)
     plan = bench.steps[0]
-    bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.3)
+    bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.3)
     assert bench.handle(LayersDone(plan.step_id, LAYERS), 0.4) == []
     assert bench.handle(LayersDone(99, LAYERS), 0.4) == []
 
@@ -173,10 +175,13 @@ def reserve_of(key: TransferKey) -> Reserve:
         transfer_no=1,
         placement_no=1,
         worker=WORKER,
-        prompt_token_ids=array("I", [1, 2]),
-        output_token_ids=array("I"),
-        sampling=SamplingParams(max_new_tokens=4),
-        priority=3,
+        spec=RequestSpec(
+            model="m",
+            prompt_token_ids=array("I", [1, 2]),
+            output_token_ids=array("I"),
+            sampling=SamplingParams(max_new_tokens=4),
+            priority=3,
+        ),
         remaining_ms=0,
         waited_ms=0,
     )
@@ -205,23 +210,25 @@ def test_events_and_messages_of_others_change_nothing(bench):
     assert sender_of(bench).state is before
 
 
-def test_messages_that_no_leg_is_for_change_nothing(bench):
-    assert bench.tell(WORKER, Granted(key=TransferKey(request(1), 1, 1, SELF_ID, DECODES[0]), first_token=0), 0.2) == []
+def test_messages_that_no_role_is_for_change_nothing(bench):
+    assert (
+        bench.deliver(WORKER, Granted(key=TransferKey(request(1), 1, 1, SELF_ID, DECODES[0]), first_token=0), 0.2) == []
+    )
 
 
 def test_an_older_list_changes_nothing(bench):
     bench.job()
     entry = WantedRequest(request_id=request(1), attempt=1, next_index=0, expected=True)
-    bench.tell(WORKER, Heartbeat(heartbeat_no=5, as_of=1, entries=(entry,)), 0.2)
-    assert bench.tell(WORKER, Heartbeat(heartbeat_no=4, as_of=1), 0.3) == []
+    bench.deliver(WORKER, Heartbeat(heartbeat_no=5, as_of=1, wanted=(entry,)), 0.2)
+    assert bench.deliver(WORKER, Heartbeat(heartbeat_no=4, as_of=1), 0.3) == []
     assert bench.role.knows(request(1), 1)
 
 
-def test_a_worker_that_exits_in_order_leaves_nothing_at_once(bench):
+def test_a_worker_that_exits_in_order_leaves_nothing_immediately(bench):
     """Rule 15."""
     bench.job()
     bench.step(0.2)
-    bench.tell(WORKER, Heartbeat(heartbeat_no=9, as_of=9, last=True), 0.3)
+    bench.deliver(WORKER, Heartbeat(heartbeat_no=9, as_of=9, last=True), 0.3)
     assert bench.role.is_quiescent()
     assert bench.pool.num_held == 0
     assert WORKER not in bench.core.clients.clients
@@ -232,24 +239,26 @@ def test_a_worker_that_exits_in_order_leaves_nothing_at_once(bench):
 
 def test_a_node_of_both_roles_keeps_them_apart():
     bench = PrefillBench()
-    decode = DecodeRole(bench.scheduler, bench.timers, bench.limits, LAYERS, lambda: bench.core.clients)
-    bench.core = NodeCore(bench.core.identity, bench.timers, bench.scheduler, [bench.role, decode])
+    decode = DecodeRole(bench.role.context)
+    bench.core = NodeCore(
+        bench.core.identity, bench.timers, bench.scheduler, [bench.role, decode], bench.role.context.clients
+    )
     assert bench.core.role_names == ("prefill", "decode")
-    bench.tell(WORKER, Hello(kind="worker", name="w"), 0.0)
-    bench.tell(PEER, Hello(kind="prefill", name="p2", compatibility=COMPATIBILITY), 0.0)
-    bench.beat(0.1, as_of=0)
+    bench.deliver(WORKER, Hello(kind="worker", name="w"), 0.0)
+    bench.deliver(PEER, Hello(kind="prefill", name="p2", compatibility=COMPATIBILITY), 0.0)
+    bench.heartbeat(0.1, as_of=0)
     bench.job(1, candidates=1)
-    bench.tell(PEER, reserve_of(TransferKey(request(2), 1, 1, PEER, SELF_ID)), 0.2)
+    bench.deliver(PEER, reserve_of(TransferKey(request(2), 1, 1, PEER, SELF_ID)), 0.2)
     assert bench.role.knows(request(1), 1)
     assert decode.knows(request(2), 1)
     assert not bench.role.knows(request(2), 1)
     bench.step(0.3)
     assert only_job(bench).state is JobState.COMPUTED
-    told = said(bench.beat(0.4, (1, 1), (2, 1), (3, 1), as_of=1), Gone)
-    assert [(gone.request_id, gone.reason) for gone in told] == [(request(3), "never_known")]
+    reported = said(bench.heartbeat(0.4, (1, 1), (2, 1), (3, 1), as_of=1), Gone)
+    assert [(gone.request_id, gone.reason) for gone in reported] == [(request(3), "never_known")]
     assert bench.handle(PieceArrived(piece_of(request(3))), 0.5) == []
-    bench.tell(WORKER, Cancel(request_id=request(1), attempt=1), 0.6)
-    bench.tell(WORKER, Cancel(request_id=request(2), attempt=1), 0.6)
+    bench.deliver(WORKER, Cancel(request_id=request(1), attempt=1), 0.6)
+    bench.deliver(WORKER, Cancel(request_id=request(2), attempt=1), 0.6)
     assert bench.core.is_quiescent()
 
 
@@ -258,7 +267,7 @@ def piece_of(request_id):
     return Piece(key=key, number=0, layer_start=0, layer_end=1, token_start=0, token_end=1, num_bytes=1)
 
 
-# -- an engine that does not go on
+# -- an engine that makes no progress
 
 
 def test_a_failed_engine_ends_the_process_and_nothing_is_given_to_it_any_more(bench):
@@ -279,8 +288,8 @@ def test_an_engine_without_a_step_although_work_waits_ends_the_process(bench):
     assert now == pytest.approx(bench.timers.engine_stall_exit_s, abs=0.7)
 
 
-@pytest.mark.parametrize("sign", [StepGoesOn(), LayersDone(0, 1)])
-def test_a_step_of_any_length_that_comes_further_ends_nothing_and_is_told(bench, sign):
+@pytest.mark.parametrize("sign", [StepProgressed(), LayersDone(0, 1)])
+def test_a_step_of_any_length_that_comes_further_ends_nothing_and_is_reported(bench, sign):
     """Rule 10, ADR 0027: who is slow is not stuck."""
     bench.job()
     now, said_to_be_at = 0.1, set[int]()
@@ -295,7 +304,7 @@ def test_a_step_of_any_length_that_comes_further_ends_nothing_and_is_told(bench,
     assert {status.steps_done for status in said(actions, Status)} <= {0}
 
 
-def test_status_tells_the_age_of_the_step_in_progress(bench):
+def test_status_has_the_age_of_the_step_in_progress(bench):
     bench.job(now=1.0)
     bench.tick(1.1)
     (status,) = said(bench.tick(1.7), Status)
@@ -326,7 +335,7 @@ def test_a_drain_ends_in_time_even_if_workers_keep_their_lists(bench):
 # -- damage
 
 
-def test_a_step_that_was_not_given_is_a_bug_that_is_told(bench):
+def test_a_step_that_was_not_given_is_a_bug_that_is_reported(bench):
     granted(bench)
     with pytest.raises(InvariantError, match="oldest in flight"):
         bench.core.handle(StepDone(StepResult(99)), 0.5)
@@ -353,7 +362,7 @@ def damage_seq_index(bench):
     bench.role.jobs.by_seq.clear()
 
 
-def damage_seq_of_nobody(bench):
+def damage_seq_of_no_job(bench):
     bench.role.jobs.by_attempt.clear()
 
 
@@ -366,10 +375,10 @@ def damage_key(bench):
 
 
 def damage_numbers(bench):
-    sender = sender_of(bench)
     bench.step(0.4)
-    sender._plan._pieces.reverse()
-    sender._plan._pieces.append(sender._plan._pieces[0])
+    pieces = sender_of(bench)._stream._plan._pieces
+    pieces.reverse()
+    pieces.append(pieces[0])
 
 
 @pytest.mark.parametrize(
@@ -380,7 +389,7 @@ def damage_numbers(bench):
         damage_delisted,
         damage_filed,
         damage_seq_index,
-        damage_seq_of_nobody,
+        damage_seq_of_no_job,
         damage_commit_sent,
         damage_key,
         damage_numbers,
@@ -400,11 +409,11 @@ def test_more_steps_than_were_given_are_seen(bench):
         bench.core.check_invariants()
 
 
-def test_links_of_the_leg_take_any_event(bench):
+def test_links_of_the_role_take_any_event(bench):
     assert [type(action).__name__ for action in bench.handle(LinkConnected("d0"), 0.4)] == ["SendHello"]
 
 
-# -- after the hand-over, and beside it
+# -- after the hand-over, and meanwhile
 
 
 def test_the_owners_death_after_the_hand_over_ends_the_reading_and_nothing_is_asked_for_again(bench):
@@ -428,7 +437,7 @@ def test_a_chunk_that_the_decode_node_has_is_passed_over():
     sender.progress(0, 4, 2, 0.1)
     sender.progress(4, 6, 2, 0.1)
     assert sender.key is not None
-    sender.on_granted(sender.key, 4, 0.2)
+    grant(sender, 4, 0.2)
     given = [action.piece for action in sender.give_slot(0.2) if isinstance(action, SendPiece)]
     assert {(piece.token_start, piece.token_end) for piece in given} == {(4, 6)}
     assert len(messages(sender.token_known(TOKEN, 0.3), Commit)) == 1
@@ -439,14 +448,14 @@ def test_when_the_decode_node_has_everything_the_commit_goes_alone():
     sender.ask(0.0)
     sender.progress(0, 6, 2, 0.1)
     assert sender.key is not None
-    sender.on_granted(sender.key, 6, 0.2)
+    grant(sender, 6, 0.2)
     assert sender.give_slot(0.2) == []
     (commit,) = messages(sender.token_known(TOKEN, 0.3), Commit)
     assert (commit.num_pieces, commit.first_token_pos, commit.num_tokens) == (0, 6, 6)
 
 
-def test_an_eos_drawn_for_what_has_failed_meanwhile_is_told_to_nobody():
-    """The worker has planned anew, and its next attempt draws the same token."""
+def test_an_eos_sampled_for_what_has_failed_meanwhile_is_not_sent():
+    """The worker has planned again, and its next attempt samples the same token."""
     bench = PrefillBench(eos_token_ids=frozenset({50}))
     bench.job(candidates=0)
     assert said(bench.step(0.2), FirstToken) == []

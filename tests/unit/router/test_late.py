@@ -1,4 +1,4 @@
-"""A router worker that slept takes in what waits for it before it lets its own sleep count: rule 9."""
+"""A router worker that slept processes waiting messages before timeouts: rule 9."""
 
 import asyncio
 import logging
@@ -28,6 +28,7 @@ from kvferry.common.transport.options import SocketOptions
 from kvferry.router.api import EndEvent, GenerateRequest, TokensEvent
 from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.eventually import eventually
+from tests.support.generate_request import generate_request
 from tests.support.transport import transport_context
 
 REQUEST = RequestId("a" * 32)
@@ -35,23 +36,23 @@ COMPATIBILITY = Compatibility(protocol_version=1, model="m", kv_dtype="f", kv_la
 
 
 class Node:
-    """A node of both roles that the test speaks for, over a real socket."""
+    """A colocated node played by the test, over a real socket."""
 
     def __init__(self, context: TransportContext) -> None:
         self.self_id = new_incarnation()
         self.socket = NodeSocket(context, SocketOptions())
         self.endpoint = self.socket.bind("inproc://node")
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.worker = self.self_id
 
-    def hears(self, kind: type[Message]) -> bool:
-        """Whether the worker has said such a thing."""
+    def has_received(self, kind: type[Message]) -> bool:
+        """Whether the worker has sent a message of this kind."""
         for peer, frames in self.socket.receive():
             self.worker = peer
-            self.heard.append(decode(frames, Limits()).message)
-        return any(isinstance(message, kind) for message in self.heard)
+            self.received.append(decode(frames, Limits()).message)
+        return any(isinstance(message, kind) for message in self.received)
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.socket.send(self.worker, encode(Envelope(self.self_id, self.worker, message), Limits()))
 
 
@@ -62,31 +63,31 @@ async def running(clock: ManualClock) -> AsyncIterator[tuple[RouterService, Node
         settings = ServiceSettings("w", Timers(), Limits(), static_nodes=(node.endpoint,))
         service = RouterService(settings, clock, context, logging.getLogger("tests.late"))
         await service.start()
-        await eventually(lambda: node.hears(Hello), "the worker says Hello")
+        await eventually(lambda: node.has_received(Hello), "the worker sends Hello")
         model = ModelInfo(name="m", vocab_size=8, max_model_len=64, max_position_embeddings=64)
-        node.say(Welcome(name="n", roles=("prefill", "decode"), model=model, compatibility=COMPATIBILITY))
-        node.say(Status(status_no=1))
+        node.send(Welcome(name="n", roles=("prefill", "decode"), model=model, compatibility=COMPATIBILITY))
+        node.send(Status(status_no=1))
         await eventually(lambda: service.not_ready_reason("m") is None, "the node is known")
         yield service, node
         await service.stop()
         node.socket.close()
 
 
-def asked(timeout_s: float) -> GenerateRequest:
-    return GenerateRequest(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
+def request(timeout_s: float) -> GenerateRequest:
+    return generate_request(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("slept_s", [9.0, 0.2])
-def test_a_last_token_that_came_during_the_sleep_beats_the_deadline(slept_s: float):
-    """Only a late tick reads first: a deadline that passes while the process is awake holds."""
+def test_a_last_token_that_arrived_during_the_sleep_counts_before_the_deadline(slept_s: float):
+    """Only a late tick reads messages first: a deadline that passes while the process is awake holds."""
 
     async def main() -> None:
         clock = ManualClock(100.0)
         async with running(clock) as (service, node):
-            stream = service.submit(asked(timeout_s=0.1))
-            await eventually(lambda: node.hears(Job), "the Job comes")
+            stream = service.submit(request(timeout_s=0.1))
+            await eventually(lambda: node.has_received(Job), "the Job comes")
             service.tick()
-            node.say(FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=7, finish="length"))
+            node.send(FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=7, finish="length"))
             clock.advance(slept_s)
             service.tick()
             events = [event async for event in stream]
@@ -101,12 +102,12 @@ def test_a_last_token_that_came_during_the_sleep_beats_the_deadline(slept_s: flo
     asyncio.run(main())
 
 
-def test_a_node_is_not_dead_because_the_worker_slept():
+def test_a_sleep_of_the_worker_does_not_make_a_node_dead():
     async def main() -> None:
         clock = ManualClock(100.0)
         async with running(clock) as (service, node):
             service.tick()
-            node.say(Status(status_no=2))
+            node.send(Status(status_no=2))
             clock.advance(60.0)
             service.tick()
             link = service.core.links.peer(node.self_id)

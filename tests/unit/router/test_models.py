@@ -1,4 +1,4 @@
-"""Which names a router worker answers 503 for, and which 404, while nodes have not told of themselves yet."""
+"""Which model names are answered with 503 and which with 404 before nodes have registered."""
 
 import logging
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.router.service import RouterService, ServiceSettings
 from tests.support.transport import transport_context
 
-TOLD = ModelInfo(name="told", vocab_size=8, max_model_len=64, max_position_embeddings=64)
+REGISTERED = ModelInfo(name="registered", vocab_size=8, max_model_len=64, max_position_embeddings=64)
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ def service() -> Iterator[RouterService]:
         yield RouterService(settings, ManualClock(), context, logging.getLogger("tests.models"))
 
 
-def test_before_any_node_told_of_itself_no_name_is_called_unknown(service: RouterService):
+def test_before_any_node_registered_no_model_is_unknown(service: RouterService):
     with pytest.raises(UnavailableError, match="no node serves the model configured yet"):
         service.model("configured")
-    with pytest.raises(UnavailableError, match="no node has told of itself yet"):
+    with pytest.raises(UnavailableError, match="no node has registered yet"):
         service.model("another")
     assert service.models() == ()
 
 
-def test_after_that_only_the_configured_model_is_still_waited_for(service: RouterService):
-    service.core.models[TOLD.name] = TOLD
-    assert service.model("told") == TOLD
+def test_after_a_node_registered_only_the_configured_model_is_still_awaited(service: RouterService):
+    service.core.models[REGISTERED.name] = REGISTERED
+    assert service.model("registered") == REGISTERED
     assert service.model("another") is None
     with pytest.raises(UnavailableError, match="no node serves the model configured yet"):
         service.model("configured")

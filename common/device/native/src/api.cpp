@@ -1,4 +1,4 @@
-// The library's C interface, called through ctypes. Shapes were checked by the caller; nothing is checked here.
+// The library's C interface, called through ctypes. The caller must check shapes; nothing is checked here.
 #include "attention.h"
 #include "elementwise.h"
 #include "layers.h"
@@ -7,7 +7,7 @@
 using namespace kvferry;
 
 #define KVFERRY_API extern "C" __attribute__((visibility("default")))
-// Runs `call` with T as the type that `is_bf16` tells.
+// Runs the given statement with T as Bf16 or float.
 #define KVFERRY_TYPED(is_bf16, ...) \
   do {                              \
     if (is_bf16) {                  \
@@ -21,7 +21,7 @@ using namespace kvferry;
 
 KVFERRY_API int64_t kvf_packed_bytes(int64_t out, int64_t in, int32_t is_bf16) { return packed_bytes(out, in, is_bf16); }
 
-KVFERRY_API int32_t kvf_rounded_together() { return rounded_together(); }
+KVFERRY_API int32_t kvf_int8_dynamic_interleave() { return int8_dynamic_interleave(); }
 
 KVFERRY_API void kvf_pack(const void* weight, int64_t out, int64_t in, int32_t is_bf16, void* panels, int32_t threads) {
   pack(weight, out, in, is_bf16, panels, threads);

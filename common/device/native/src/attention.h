@@ -1,4 +1,4 @@
-// Causal attention of a ragged batch over paged keys and values, read where they lie: [block][kv head][token][size].
+// Causal attention of a ragged batch over paged keys and values, read in place: [block][kv head][token][size].
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@ namespace kvferry {
 struct Batch {
   int64_t sequences;
   const int64_t* starts;   // [sequences + 1] offsets into the token axis
-  const int64_t* lengths;  // [sequences] cached positions and this step's tokens together
+  const int64_t* lengths;  // [sequences] cached positions plus this step's tokens
   const int32_t* tables;   // [sequences][table_stride] block numbers
   int64_t table_stride;
   int64_t block_size;
@@ -24,11 +24,11 @@ struct Attention {
   const T* values;
   int64_t heads, kv_heads, size;  // size: a multiple of 8
   float scale;
-  int64_t window;  // newest positions that a token sees; 0: all
+  int64_t window;  // number of newest positions visible to a token; 0: all
   T* out;          // [tokens][heads * size]
 
   int64_t group() const { return heads / kv_heads; }
-  // Values from the start of the keys (and of the values) to one position of one head of one sequence.
+  // Offset from the start of the keys (and of the values) to a position of a head of a sequence.
   int64_t offset(int64_t sequence, int64_t head, int64_t position) const {
     const int64_t block = batch.tables[sequence * batch.table_stride + position / batch.block_size];
     return ((block * kv_heads + head) * batch.block_size + position % batch.block_size) * size;
@@ -51,15 +51,15 @@ void find_offsets(const Attention<T>& a, int64_t sequence, int64_t head, int64_t
 template <class T>
 void attend(const Attention<T>& a, int threads);
 
-// One new token of a sequence: keys [part * kDecodePart, ...) of one kv head, for all its query heads. With `parts` the
-// unfinished result goes there ([group][size + 2]: sums, largest score, weight), else it is the output. `next` (or null):
-// what the calling thread does afterwards, whose keys are asked for meanwhile; it changes no result.
+// One new token of a sequence: keys [part * kDecodePart, ...) of one kv head, for all its query heads. With `parts`,
+// writes the partial result there ([group][size + 2]: sums, largest score, weight), else the final output. `next` (or
+// null): the part that the calling thread computes next; its keys are prefetched. It does not affect the result.
 constexpr int64_t kDecodePart = 128;
 struct DecodePart {
   int64_t sequence, head, part;
 };
 template <class T>
-void attend_one(const Attention<T>& a, const DecodePart& own, const DecodePart* next, float* parts);
+void attend_decode(const Attention<T>& a, const DecodePart& own, const DecodePart* next, float* parts);
 template <class T>
 void join_parts(const Attention<T>& a, int64_t sequence, int64_t head, const float* parts, int64_t count);
 

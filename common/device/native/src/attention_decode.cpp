@@ -9,13 +9,13 @@
 namespace kvferry {
 namespace {
 
-// Query rows that are computed together: what their sums leave of the registers.
+// Query rows computed together: as many as leave enough registers for their sums.
 int64_t rows_together(int64_t group) {
   if (kLanes == 16 && group % 4 == 0) return 4;
   return group % 3 == 0 ? 3 : group % 2 == 0 ? 2 : std::min<int64_t>(group, 3);
 }
 
-// Rows of the cache that are read next: asked for one by one while others are computed with.
+// Rows of the cache that are read next; prefetched one by one during the computation.
 template <class T>
 struct RowsAhead {
   const T* rows = nullptr;
@@ -29,12 +29,12 @@ struct RowsAhead {
   }
 };
 
-// query [R][size] times four keys -> scores [R][...] at four neighbouring places.
+// query [R][size] times four keys -> scores [R][...], four adjacent ones each.
 template <class T, int L, int R>
 inline void score_four(const float* query, const T* const (&keys)[4], int64_t size, float* scores) {
   F<L> sums[R][4] = {};
   for (int64_t d = 0; d < size; d += L) {
-    // The queries stay in registers and the keys pass by: sums, queries and one key fill them.
+    // The queries stay in registers while the keys stream through: sums, queries and one key fill the registers.
     F<L> q[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) q[r] = load<L>(query + r * size + d);
@@ -54,7 +54,7 @@ void score(const Attention<T>& a, const float* query, const int64_t* offsets, in
            const RowsAhead<T>& ahead) {
   for (int64_t j = 0; j < count; j += 4) {
     const T* keys[4];
-    // Past the end the last key stands in; nobody's memory is read, and the scores are overwritten below.
+    // Past the end the last key is repeated: no foreign memory is read, and `weigh` overwrites these scores.
     for (int64_t i = 0; i < 4; i++) {
       keys[i] = a.keys + offsets[std::min(j + i, count - 1)];
       ahead.fetch(j + i);
@@ -63,7 +63,7 @@ void score(const Attention<T>& a, const float* query, const int64_t* offsets, in
   }
 }
 
-// Scores to weights: subtracts the largest, exponentiates, returns it and the sum.
+// Scores to weights: subtracts the largest score, exponentiates; returns the largest score and the weights' sum.
 inline void weigh(float* scores, int64_t count, float& largest, float& total) {
   for (int64_t j = count; j < (count + kLanes - 1) / kLanes * kLanes; j++) scores[j] = -INFINITY;
   F<kLanes> most = splat<kLanes>(-INFINITY);
@@ -102,7 +102,7 @@ inline void gather_values(const T* values, const int64_t* offsets, int64_t count
 }
 
 template <class T>
-struct Room {
+struct Workspace {
   float *query, *scores;
   int64_t* offsets;
   RowsAhead<T> values, keys;  // this part's values, the next part's keys
@@ -110,31 +110,31 @@ struct Room {
 
 // Query rows [0, R) of `query` over `count` keys -> out [R][size + 2].
 template <class T, int L, int R>
-void attend_group(const Attention<T>& a, const float* query, const Room<T>& room, int64_t count, float* out) {
+void attend_group(const Attention<T>& a, const float* query, const Workspace<T>& work, int64_t count, float* out) {
   const int64_t stride = a.size + 2;
-  const bool first = query == room.query;
-  score<T, L, R>(a, query, room.offsets, count, room.scores, first ? room.values : RowsAhead<T>{});
+  const bool first = query == work.query;
+  score<T, L, R>(a, query, work.offsets, count, work.scores, first ? work.values : RowsAhead<T>{});
   for (int r = 0; r < R; r++)
-    weigh(room.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
+    weigh(work.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
   constexpr int kWide = R == 1 ? 8 : 4;
   int64_t d = 0;
   for (; d + kWide * L <= a.size; d += kWide * L)
-    gather_values<T, L, R, kWide>(a.values + d, room.offsets, count, room.scores, out + d, stride,
-                                  first && d == 0 ? room.keys : RowsAhead<T>{});
+    gather_values<T, L, R, kWide>(a.values + d, work.offsets, count, work.scores, out + d, stride,
+                                  first && d == 0 ? work.keys : RowsAhead<T>{});
   for (; d < a.size; d += L)
-    gather_values<T, L, R, 1>(a.values + d, room.offsets, count, room.scores, out + d, stride, RowsAhead<T>{});
+    gather_values<T, L, R, 1>(a.values + d, work.offsets, count, work.scores, out + d, stride, RowsAhead<T>{});
 }
 
 template <class T, int L>
-void attend_all(const Attention<T>& a, const Room<T>& room, int64_t count, float* out) {
+void attend_all(const Attention<T>& a, const Workspace<T>& work, int64_t count, float* out) {
   const int64_t group = a.group(), together = rows_together(group), stride = a.size + 2;
   for (int64_t r = 0; r < group; r += together) {
-    const float* query = room.query + r * a.size;
+    const float* query = work.query + r * a.size;
     switch (std::min(together, group - r)) {
-      case 1: attend_group<T, L, 1>(a, query, room, count, out + r * stride); break;
-      case 2: attend_group<T, L, 2>(a, query, room, count, out + r * stride); break;
-      case 3: attend_group<T, L, 3>(a, query, room, count, out + r * stride); break;
-      default: attend_group<T, L, 4>(a, query, room, count, out + r * stride);
+      case 1: attend_group<T, L, 1>(a, query, work, count, out + r * stride); break;
+      case 2: attend_group<T, L, 2>(a, query, work, count, out + r * stride); break;
+      case 3: attend_group<T, L, 3>(a, query, work, count, out + r * stride); break;
+      default: attend_group<T, L, 4>(a, query, work, count, out + r * stride);
     }
   }
 }
@@ -150,25 +150,25 @@ void put_row(const float* sums, float total, int64_t size, T* out) {
   for (int64_t d = 0; d < size; d += 8) store<8>(out + d, load<8>(sums + d) * scale);
 }
 
-// All of a part at once where the matrix unit takes it; else false.
+// Computes a whole part with the matrix unit; false if it does not support the shape.
 template <class T>
-bool attend_by_unit(const Attention<T>& a, const T* query, const Room<T>& room, int64_t count, float* out) {
+bool attend_by_unit(const Attention<T>& a, const T* query, const Workspace<T>& work, int64_t count, float* out) {
 #if defined(KVFERRY_MATRIX_UNIT)
   if constexpr (std::is_same_v<T, Bf16>) {
     if (!fits_unit(a)) return false;
     const int64_t stride = a.size + 2;
-    const UnitAttention unit(a, room.offsets, count);
-    unit.score(query, room.scores, [&](int64_t j) { room.values.fetch(j); });
+    const UnitAttention unit(a, work.offsets, count);
+    unit.score(query, work.scores, [&](int64_t j) { work.values.fetch(j); });
     for (int64_t r = 0; r < a.group(); r++)
-      weigh(room.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
-    unit.gather(room.scores, out, stride, [&](int64_t j) { room.keys.fetch(j); });
+      weigh(work.scores + r * kDecodePart, count, out[r * stride + a.size], out[r * stride + a.size + 1]);
+    unit.gather(work.scores, out, stride, [&](int64_t j) { work.keys.fetch(j); });
     return true;
   }
 #endif
   return false;
 }
 
-// The positions [first, end) of a part that its token sees.
+// The positions [first, end) of a part that are visible to its token.
 struct Span {
   int64_t first, end;
   int64_t count() const { return end - first; }
@@ -190,27 +190,27 @@ RowsAhead<T> keys_ahead(const Attention<T>& a, const DecodePart& next, int64_t* 
 }  // namespace
 
 template <class T>
-void attend_one(const Attention<T>& a, const DecodePart& own, const DecodePart* next, float* parts) {
+void attend_decode(const Attention<T>& a, const DecodePart& own, const DecodePart* next, float* parts) {
   const int64_t group = a.group(), stride = a.size + 2;
   const Span span = span_of(a, own);
   const int64_t count = span.count();
   float* memory = static_cast<float*>(
       scratch(kSlotItem, uint64_t(group * (a.size + kDecodePart + stride) + 4 * kDecodePart) * sizeof(float)));
-  Room<T> room = {};
-  room.offsets = reinterpret_cast<int64_t*>(memory);
-  room.query = memory + 4 * kDecodePart;
-  room.scores = room.query + group * a.size;
-  float* out = parts ? parts : room.scores + group * kDecodePart;
-  find_offsets(a, own.sequence, own.head, span.first, count, room.offsets);
-  room.values = {a.values, room.offsets, count, a.size};
-  if (next) room.keys = keys_ahead(a, *next, room.offsets + kDecodePart);
+  Workspace<T> work = {};
+  work.offsets = reinterpret_cast<int64_t*>(memory);
+  work.query = memory + 4 * kDecodePart;
+  work.scores = work.query + group * a.size;
+  float* out = parts ? parts : work.scores + group * kDecodePart;
+  find_offsets(a, own.sequence, own.head, span.first, count, work.offsets);
+  work.values = {a.values, work.offsets, count, a.size};
+  if (next) work.keys = keys_ahead(a, *next, work.offsets + kDecodePart);
   const T* query = a.query + a.batch.starts[own.sequence] * a.query_stride + own.head * group * a.size;
-  if (!attend_by_unit(a, query, room, count, out)) {
-    for (int64_t i = 0; i < group * a.size; i += 8) store<8>(room.query + i, load<8>(query + i) * a.scale);
-    if (kLanes == 16 && a.size % 16 == 0) attend_all<T, kLanes>(a, room, count, out);
-    else attend_all<T, 8>(a, room, count, out);
+  if (!attend_by_unit(a, query, work, count, out)) {
+    for (int64_t i = 0; i < group * a.size; i += 8) store<8>(work.query + i, load<8>(query + i) * a.scale);
+    if (kLanes == 16 && a.size % 16 == 0) attend_all<T, kLanes>(a, work, count, out);
+    else attend_all<T, 8>(a, work, count, out);
   }
-  for (int64_t j = count; j < room.keys.count; j++) room.keys.fetch(j);
+  for (int64_t j = count; j < work.keys.count; j++) work.keys.fetch(j);
   if (parts) return;
   for (int64_t r = 0; r < group; r++)
     put_row(out + r * stride, out[r * stride + a.size + 1], a.size, output(a, own.sequence, own.head) + r * a.size);
@@ -236,8 +236,8 @@ void join_parts(const Attention<T>& a, int64_t sequence, int64_t head, const flo
   }
 }
 
-template void attend_one<float>(const Attention<float>&, const DecodePart&, const DecodePart*, float*);
-template void attend_one<Bf16>(const Attention<Bf16>&, const DecodePart&, const DecodePart*, float*);
+template void attend_decode<float>(const Attention<float>&, const DecodePart&, const DecodePart*, float*);
+template void attend_decode<Bf16>(const Attention<Bf16>&, const DecodePart&, const DecodePart*, float*);
 template void join_parts<float>(const Attention<float>&, int64_t, int64_t, const float*, int64_t);
 template void join_parts<Bf16>(const Attention<Bf16>&, int64_t, int64_t, const float*, int64_t);
 

@@ -1,5 +1,5 @@
-// Attention of one new token by the CPU's matrix unit (AMX), for bfloat16: the same sums in another order, with weights
-// rounded to bfloat16 as those of longer chunks are. Whether it is taken depends on the model's shape alone.
+// Attention of one new token with the CPU's matrix unit (AMX), for bfloat16: the same sums in another order, with weights
+// rounded to bfloat16 as for longer chunks. Whether it is used depends on the model's shape alone.
 #pragma once
 #include <algorithm>
 
@@ -15,7 +15,7 @@ static inline bool fits_unit(const Attention<Bf16>& a) {
   return has_matrix_unit() && a.group() <= 16 && a.size % 32 == 0 && a.size <= 128;
 }
 
-// For scores, tiles 0 to 3 are the queries, 4 the scores of 16 keys, 6 and 7 keys. Then 0 to 3 are sums of values,
+// Tiles while scoring: 0 to 3 queries, 4 the scores of 16 keys, 6 and 7 keys. While gathering: 0 to 3 sums of values,
 // 4 the weights of 32 keys, 6 and 7 their values.
 class UnitAttention {
  public:
@@ -36,7 +36,7 @@ class UnitAttention {
   }
   ~UnitAttention() { _tile_release(); }
 
-  // query [group][size] -> scores [group][kDecodePart], of which `count` are real. `before(j)` is called for each key.
+  // query [group][size] -> scores [group][kDecodePart], the first `count` valid. Calls before(j) for each key.
   template <class Before>
   void score(const Bf16* query, float* scores, Before&& before) const {
     for (int64_t pair = 0; pair < a_.size / 2; pair++)
@@ -52,7 +52,7 @@ class UnitAttention {
       for (int64_t j = 0; j < count_; j++) scores[r * kDecodePart + j] = raw_[j * group_ + r] * a_.scale;
   }
 
-  // weights [group][kDecodePart] times the values -> out [group][out_stride]. `before(j)` is called for each value.
+  // weights [group][kDecodePart] times the values -> out [group][out_stride]. Calls before(j) for each value.
   template <class Before>
   void gather(const float* weights, float* out, int64_t out_stride, Before&& before) const {
     round_weights(weights);
@@ -121,7 +121,7 @@ class UnitAttention {
     _tile_stored(4, to, group_ * 4);
   }
 
-  // Sixteen keys one behind the other: where they lie, or a copy with zeros behind the last one.
+  // Sixteen contiguous keys: in place, or a copy padded with zeros.
   const Bf16* rows(int64_t j) const {
     const int64_t here = std::min(kKeys, count_ - j);
     if (here == kKeys && in_order(j)) return a_.keys + offsets_[j];
@@ -145,7 +145,7 @@ class UnitAttention {
     }
   }
 
-  // Values [j, j + 32) of dimensions [d, d + width) as pairs of neighbours, zeros behind the last one.
+  // Values [j, j + 32) of dimensions [d, d + width) as pairs of adjacent positions, padded with zeros.
   void pair_values(int64_t j, int64_t d, int64_t width) const {
     alignas(64) static constexpr Bf16 kNothing[32] = {};
     const __m512i first = interleaving(0), second = interleaving(16);
@@ -161,7 +161,7 @@ class UnitAttention {
     }
   }
 
-  // Picks from, from + 1, ... of two vectors in turn.
+  // Indices that interleave two vectors, starting at lane `from`.
   static __m512i interleaving(int from) {
     alignas(64) uint16_t picks[32];
     for (int i = 0; i < 32; i++) picks[i] = uint16_t(from + i / 2 + (i % 2) * 32);

@@ -1,4 +1,4 @@
-// Norms, rotary embedding, activation and cache writes. Statistics and products in float32, results rounded once.
+// Norms, rotary embedding, activation and cache writes. Statistics and products in float32; results are rounded once.
 #include "elementwise.h"
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kWorthSharing = 1 << 14;  // values; fewer take less time than handing them over
+constexpr int64_t kWorthSharing = 1 << 14;  // values; dispatching fewer to a thread takes longer than computing them
 
-// Cuts rows into pieces and calls work(first, end) on each.
+// Divides rows into pieces and calls work(first, end) for each.
 template <class Work>
 void by_rows(int64_t rows, int64_t values_a_row, int threads, Work&& work) {
   if (rows <= 0) return;

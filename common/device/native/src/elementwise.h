@@ -1,4 +1,4 @@
-// What lies between the matmuls of a layer, row by row.
+// The operations between the matmuls of a layer, row by row.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@
 
 namespace kvferry {
 
-// out = norm(x) * weight; with `add`, x becomes x + add first. Rows of `size` values, one behind the other.
+// out = norm(x) * weight; with `add`, x += add first. Contiguous rows of `size` values.
 template <class T>
 void rms_norm(T* x, const T* add, const T* weight, float eps, int64_t rows, int64_t size, T* out, int threads);
 
@@ -24,7 +24,7 @@ template <class T>
 void rotate(const T* x, Heads from, T* out, int64_t out_stride, const float* cos, const float* sin, int64_t rows,
             int64_t size, int threads);
 
-// Into [block][head][token][size] at slots (block * block_size + offset).
+// Writes into [block][head][token][size] at slots (block * block_size + offset).
 template <class T>
 void write_cache(const T* x, Heads from, const int64_t* slots, T* cache, int64_t block_size, int64_t rows, int64_t size,
                  int threads);

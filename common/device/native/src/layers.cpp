@@ -1,4 +1,4 @@
-// Norm, projections, rotary embedding, cache write, attention and MLP of each layer, over buffers that are kept.
+// Norm, projections, rotary embedding, cache write, attention and MLP of each layer, over reused buffers.
 #include "layers.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace kvferry {
 namespace {
 
-constexpr int64_t kMlpRows = 256;  // tokens whose widest activations exist at once
+constexpr int64_t kMlpRows = 256;  // tokens per MLP pass; limits the memory of its wide activations
 
 template <class T>
 struct Buffers {
@@ -35,7 +35,7 @@ const T* typed(const void* p) {
   return static_cast<const T*>(p);
 }
 
-// Every head of every token is a row of its own, `stride` values from one token to the next.
+// Normalises every head of every token; tokens are `stride` values apart.
 template <class T>
 void norm_heads(T* x, int64_t stride, int64_t heads, const void* weight, const Shape& s, int64_t tokens) {
   for (int64_t token = 0; token < tokens; token++) {

@@ -1,4 +1,4 @@
-// Whole decoder layers of the Llama kind in one call: nothing between two ops but their arithmetic.
+// Whole decoder layers of Llama-like models in one call, without overhead between the ops.
 #pragma once
 #include "attention.h"
 #include "matmul.h"
@@ -10,7 +10,7 @@ struct Shape {
   float eps, scale;
 };
 
-// One layer; all vectors in the model's type.
+// One layer; all vectors have the model's dtype.
 struct Layer {
   const void *input_norm, *mlp_norm;
   const void *query_norm, *key_norm;  // [size], or null
@@ -25,8 +25,8 @@ struct Step {
   const int64_t* slots;     // [tokens]
   const float *cos, *sin;   // [tokens][size]
   void* residual;           // [tokens][hidden], read and written
-  void* delta;              // [tokens][hidden]: what is still to be added to the residual
-  int64_t has_delta;        // whether `delta` holds anything yet
+  void* delta;              // [tokens][hidden]: still to be added to the residual
+  int64_t has_delta;        // whether `delta` is valid on entry
 };
 
 template <class T>

@@ -1,11 +1,11 @@
-// The left side of a matmul, laid out as the kernels of a kind of weights read it.
+// The left side (activations) of a matmul, in the layout that the kernels for a kind of weights read.
 #pragma once
 #include <algorithm>
 #include <type_traits>
 
 #include "pool.h"
 #include "tile_matrix.h"
-#include "tile_of.h"
+#include "tile_dispatch.h"
 
 namespace kvferry {
 
@@ -15,7 +15,7 @@ struct Rows {
   int64_t stride;
 };
 
-// One row in another type, with zeros up to `width`.
+// Converts one row to another type, padded with zeros to `width`.
 template <class T>
 static inline void lay(const T* from, int64_t in, int64_t width, float* to) {
   int64_t k = 0;
@@ -29,14 +29,13 @@ static inline void lay(const Bf16* from, int64_t in, int64_t width, Bf16* to) {
   std::fill(to + in, to + width, Bf16{});
 }
 
-// Whole numbers from -127 to 127 of `count` values at most kRounded, zeros behind them -> their scale, which is no number
-// where one of them is none.
+// Rounds `count` <= kRounded values to integers from -127 to 127, zero-padded; returns their scale, NaN if a value is.
 template <class T>
 static inline float round_group(const T* from, int64_t count, Simd<kLanes>::H* to) {
-  const F<kLanes> shifter = splat<kLanes>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const F<kLanes> shifter = splat<kLanes>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   alignas(64) float values[kRounded];
   lay(from, count, kRounded, values);
-  U<kLanes> sizes = {};  // compared as whole numbers, of which those of not-a-number are the largest
+  U<kLanes> sizes = {};  // magnitudes compared as integers, where NaN is the largest
   for (int k = 0; k < kRounded; k += kLanes) {
     const U<kLanes> size = (U<kLanes>)load<kLanes>(values + k) & 0x7fffffffu;
     sizes = sizes < size ? size : sizes;
@@ -53,7 +52,7 @@ static inline float round_group(const T* from, int64_t count, Simd<kLanes>::H* t
   return most / 127.0f;
 }
 
-// Whole numbers, a scale for each group; zeros where a group has no values.
+// Integers with a scale per group; groups without values are zero.
 template <class T>
 static inline void lay(const T* from, int64_t in, int64_t width, Rounded* to) {
   for (int64_t start = 0; start < width; start += kRounded, to++) {
@@ -63,7 +62,7 @@ static inline void lay(const T* from, int64_t in, int64_t width, Rounded* to) {
   }
 }
 
-// Calls lay(r) for each of `rows` rows of `in` values.
+// Calls lay(r) for each of `rows` rows of `in` values, in parallel.
 template <class Lay>
 void each_row(int64_t rows, int64_t in, int threads, Lay&& lay) {
   const int64_t pieces = std::clamp<int64_t>(rows * in >> 15, 1, std::min<int64_t>(rows, threads * 2));
@@ -72,7 +71,7 @@ void each_row(int64_t rows, int64_t in, int threads, Lay&& lay) {
   });
 }
 
-// Rows as the kernel wants them: as they are where that is possible, else with zeros behind the last value of k.
+// Rows in the kernel's layout: in place if possible, else a copy padded with zeros along k.
 template <class K, class T>
 Rows<K> left_side(const T* x, int64_t stride, int64_t rows, int64_t in, int threads) {
   typedef typename Sides<K>::Left Left;

@@ -1,5 +1,5 @@
-// Linear layers: weights are streamed as they are, widened in registers or, for many rows, a few panels at a time; there
-// is no wide copy of them.
+// Linear layers: weights are streamed in packed form and widened in registers or, for many rows, a few panels at a time.
+// No widened copy of a whole weight exists.
 #include "matmul.h"
 
 #include <algorithm>
@@ -7,41 +7,41 @@
 
 #include "matmul_unit.h"
 #include "pool.h"
-#include "tile_of.h"
+#include "tile_dispatch.h"
 
 namespace kvferry {
 namespace {
 
-constexpr int64_t kBlockBytes = 192 << 10;  // rows that stay in a core's second-level cache beside a panel
+constexpr int64_t kBlockBytes = 192 << 10;  // of rows that fit a core's second-level cache together with a panel
 constexpr int64_t kMinBlockRows = 48, kMaxBlockRows = 192;
-constexpr int64_t kUnitBlockBytes = 800 << 10, kUnitBlockRows = 256;  // of the matrix unit, whose cores have 2 MiB
-constexpr int kPiecesPerThread = 6;  // so that a thread that is held up leaves little to wait for
+constexpr int64_t kUnitBlockBytes = 800 << 10, kUnitBlockRows = 256;  // for CPUs with a matrix unit, which have 2 MiB
+constexpr int kPiecesPerThread = 6;  // small enough that a delayed thread leaves little to wait for
 constexpr int64_t kWidenRows = 16;
-constexpr int64_t kMinPieceWork = 1 << 15;  // multiply-adds; less is not worth handing over
+constexpr int64_t kMinPieceWork = 1 << 15;  // multiply-adds; less is not worth dispatching to a thread
 
-// What lies behind `width` panels and comes next, for tile `t` of `tiles` over them: each asks for its share of it, so
-// that memory is read all the time and not only by the first of them.
+// Prefetch for tile `t` of `tiles` over `width` panels: its share of the panels that follow, so that memory is read
+// continuously and not only by the first tile.
 template <class Right>
 Ahead next_of(const Right* panels, int64_t panel_units, int width, int64_t t, int64_t tiles) {
   const int64_t line = kPanel * int64_t(sizeof(Right)), units = width * panel_units;
   return {panels + units + units * t / tiles, std::min(line, line * width / tiles)};
 }
 
-// Tiles of the rows of one block times `panels` panels.
+// Computes the rows of one block times `panels` panels, tile by tile.
 template <class K, class T, class Right>
 void run_tiles(const Job<K, T>& job, const Block& block, const Right* right, int64_t panel_units, int64_t count,
                int64_t panel, int panels) {
   typedef std::conditional_t<std::is_same_v<Right, float>, float, K> Multiplied;
   const int64_t rows = block.rows;
-  // Rows in tiles of nearly one size: 8 are 4 and 4, not 6 and 2.
+  // Tiles of nearly equal height: 8 rows are 4 + 4, not 6 + 2.
   const int64_t tiles = (rows + tile_rows<Multiplied>() - 1) / tile_rows<Multiplied>();
   alignas(64) float tile[kTileValues];
   for (int64_t t = 0, row = block.first_row; t < tiles; t++) {
     const int height = int(rows * (t + 1) / tiles - rows * t / tiles);
-    const int width = panels == panels_at_once<Multiplied>(height) ? panels : 1;
+    const int width = panels == panels_per_tile<Multiplied>(height) ? panels : 1;
     for (int p = 0; p < panels; p += width) {
       const Right* own = right + p * panel_units;
-      tile_of<Multiplied>(height, width, job.x.values + row * job.x.stride, job.x.stride, own, panel_units, count, tile,
+      dispatch_tile<Multiplied>(height, width, job.x.values + row * job.x.stride, job.x.stride, own, panel_units, count, tile,
                           next_of(own, panel_units, width, t, tiles));
       put_tile(job, tile, height, width, row, panel + p);
     }
@@ -49,12 +49,12 @@ void run_tiles(const Job<K, T>& job, const Block& block, const Right* right, int
   }
 }
 
-// One block of rows times one run of panels.
+// Computes one block of rows times one run of panels.
 template <class K, class T>
 void run_block(const Job<K, T>& job, const Block& block) {
   const Panels<K> panels(*job.weight);
   if constexpr (std::is_same_v<K, Int8> || std::is_same_v<K, Int4>) {
-    if (block.rows > kWidenRows) {  // several tiles: the panel is widened once for all of them
+    if (block.rows > kWidenRows) {  // several tiles: widen the panel once for all of them
       const int64_t wide = panels.count * Sides<K>::kStep;
       float* widened = static_cast<float*>(scratch(kSlotWide, uint64_t(wide) * kPanel * sizeof(float)));
       for (int64_t panel = block.first_panel; panel < block.end_panel; panel++) {
@@ -65,7 +65,7 @@ void run_block(const Job<K, T>& job, const Block& block) {
     }
   }
   const int64_t tiles = (block.rows + tile_rows<K>() - 1) / tile_rows<K>();
-  const int most = panels_at_once<K>(int((block.rows + tiles - 1) / tiles));
+  const int most = panels_per_tile<K>(int((block.rows + tiles - 1) / tiles));
   for (int64_t panel = block.first_panel; panel < block.end_panel;) {
     const int together = panel + most <= block.end_panel ? most : 1;
     run_tiles(job, block, panels.at(panel), panels.units, panels.count, panel, together);
@@ -105,7 +105,7 @@ void pack_all(const T* weight, int64_t out, int64_t in, typename Sides<T>::Right
 
 }  // namespace
 
-int rounded_together() { return has_matrix_unit() ? 4 : 2; }
+int int8_dynamic_interleave() { return has_matrix_unit() ? 4 : 2; }
 
 int64_t packed_bytes(int64_t out, int64_t in, bool is_bf16) {
   return (out + kPanel - 1) / kPanel * kPanel * (is_bf16 ? packed_units<Bf16>(in) : in) * 4;
@@ -118,14 +118,14 @@ void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panel
 
 namespace {
 
-// What a core keeps of the left side while panels pass by.
-struct Height {
+// Size of a row block: the part of the left side that a core keeps in its cache while it streams panels.
+struct BlockHeight {
   int64_t tile, bytes, least, most;
 };
 
-// Rows of kind K in pieces for the threads; `run` takes each.
+// Divides the rows into blocks and the panels into pieces; calls run(block) for each in parallel.
 template <class K, class T, class Run>
-void share_out(Job<K, T>& job, const Height& height, int threads, Run&& run) {
+void run_blocks(Job<K, T>& job, const BlockHeight& height, int threads, Run&& run) {
   const int64_t in = job.weight->in, out = job.weight->out;
   const int64_t fitting = height.bytes / int64_t(in * sizeof(typename Sides<K>::Left));
   job.block_rows = std::clamp(fitting, height.least, height.most) / height.tile * height.tile;
@@ -140,9 +140,8 @@ void share_out(Job<K, T>& job, const Height& height, int threads, Run&& run) {
   parallel(threads, int(blocks * job.pieces_a_block), [&](int index) { run(job.block(index)); });
 }
 
-// What a matmul is asked for.
 template <class T>
-struct Asked {
+struct MatmulArgs {
   const T* x;
   int64_t x_stride, rows;
   const Weight& weight;
@@ -150,7 +149,7 @@ struct Asked {
   int64_t out_stride;
   int threads;
 
-  // With rows laid out as weights of kind K want them.
+  // The job, with rows in the layout for weights of kind K.
   template <class K>
   Job<K, T> job() const {
     return {left_side<K>(x, x_stride, rows, weight.in, threads), rows, &weight, out, out_stride};
@@ -160,30 +159,30 @@ struct Asked {
 #if defined(KVFERRY_MATRIX_UNIT)
 
 template <class K, class T>
-void multiply_by_unit(const Asked<T>& asked) {
-  const int64_t tile = std::is_same_v<K, Whole8> ? kRoundedRows : kMatrixRows;
-  const Height height = {tile, kUnitBlockBytes, kMinBlockRows, kUnitBlockRows};
-  if constexpr (std::is_same_v<K, Whole8>) {
-    const RoundedRows rows = rounded_rows(asked.x, asked.x_stride, asked.rows, asked.weight.in, asked.threads);
-    Job<Whole8OfUnit, T> job = {rows.x, asked.rows, &asked.weight, asked.out, asked.out_stride};
-    share_out(job, height, asked.threads, [&](const Block& block) { run_rounded(job, rows, block); });
+void multiply_by_unit(const MatmulArgs<T>& args) {
+  const int64_t tile = std::is_same_v<K, Int8Dynamic> ? kRoundedRows : kMatrixRows;
+  const BlockHeight height = {tile, kUnitBlockBytes, kMinBlockRows, kUnitBlockRows};
+  if constexpr (std::is_same_v<K, Int8Dynamic>) {
+    const RoundedRows rows = rounded_rows(args.x, args.x_stride, args.rows, args.weight.in, args.threads);
+    Job<Int8DynamicUnit, T> job = {rows.x, args.rows, &args.weight, args.out, args.out_stride};
+    run_blocks(job, height, args.threads, [&](const Block& block) { run_rounded(job, rows, block); });
   } else {
-    Job<Bf16, Bf16> job = asked.template job<Bf16>();
-    share_out(job, height, asked.threads, [&](const Block& block) { run_matrix_unit<K>(job, block); });
+    Job<Bf16, Bf16> job = args.template job<Bf16>();
+    run_blocks(job, height, args.threads, [&](const Block& block) { run_matrix_unit<K>(job, block); });
   }
 }
 
 #endif
 
 template <class K, class T>
-void multiply(const Asked<T>& asked) {
+void multiply(const MatmulArgs<T>& args) {
 #if defined(KVFERRY_MATRIX_UNIT)
-  if constexpr (std::is_same_v<T, Bf16> || std::is_same_v<K, Whole8>)
-    if (has_matrix_unit()) return multiply_by_unit<K>(asked);
+  if constexpr (std::is_same_v<T, Bf16> || std::is_same_v<K, Int8Dynamic>)
+    if (has_matrix_unit()) return multiply_by_unit<K>(args);
 #endif
-  Job<K, T> job = asked.template job<K>();
-  const Height height = {tile_rows<K>(), kBlockBytes, kMinBlockRows, kMaxBlockRows};
-  share_out(job, height, asked.threads, [&](const Block& block) { run_block(job, block); });
+  Job<K, T> job = args.template job<K>();
+  const BlockHeight height = {tile_rows<K>(), kBlockBytes, kMinBlockRows, kMaxBlockRows};
+  run_blocks(job, height, args.threads, [&](const Block& block) { run_block(job, block); });
 }
 
 }  // namespace
@@ -191,16 +190,16 @@ void multiply(const Asked<T>& asked) {
 template <class T>
 void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads) {
   if (rows <= 0) return;
-  const Asked<T> asked = {x, x_stride, rows, weight, out, out_stride, threads};
+  const MatmulArgs<T> args = {x, x_stride, rows, weight, out, out_stride, threads};
   switch (weight.kind) {
     case kInt8:
-      return multiply<Int8>(asked);
+      return multiply<Int8>(args);
     case kInt4:
-      return multiply<Int4>(asked);
-    case kWhole8:
-      return multiply<Whole8>(asked);
+      return multiply<Int4>(args);
+    case kInt8Dynamic:
+      return multiply<Int8Dynamic>(args);
     default:
-      return multiply<T>(asked);
+      return multiply<T>(args);
   }
 }
 

@@ -1,4 +1,4 @@
-// Linear layers over packed weights, as other kernels call them. All sizes in values unless said otherwise.
+// Linear layers over packed weights, for the other kernels. Sizes are in values unless stated otherwise.
 #pragma once
 #include <cstdint>
 
@@ -6,24 +6,24 @@
 
 namespace kvferry {
 
-enum Kind : int32_t { kFloat32, kBfloat16, kInt8, kInt4, kWhole8 };
+enum Kind : int32_t { kFloat32, kBfloat16, kInt8, kInt4, kInt8Dynamic };
 
 struct Weight {
   int64_t out, in;
   int32_t kind;
   const void* panels;   // see tile.h and tile_quantized.h
   const float* bias;    // [out] or null
-  const float* scales;  // [out]: what each column's sums are multiplied by, or null
+  const float* scales;  // [out]: factor of each column's sums, or null
 };
 
-// Bytes of the packed form of [out, in] weights that are not quantised.
+// Size in bytes of a packed [out, in] weight that is not quantised.
 int64_t packed_bytes(int64_t out, int64_t in, bool is_bf16);
 void pack(const void* weight, int64_t out, int64_t in, bool is_bf16, void* panels, int threads);
 
-// Values of k side by side in a panel of kWhole8: four where the matrix unit reads it, else two.
-int rounded_together();
+// Adjacent values of k in a panel of kInt8Dynamic: four if the matrix unit reads it, else two.
+int int8_dynamic_interleave();
 
-// x [rows][in] with a stride, out [rows][weight.out] with a stride. Weights of float32 and bfloat16 are of x's type.
+// x [rows][in] and out [rows][weight.out], each with a stride. Weights of float32 and bfloat16 must have x's type.
 template <class T>
 void linear(const T* x, int64_t x_stride, int64_t rows, const Weight& weight, T* out, int64_t out_stride, int threads);
 

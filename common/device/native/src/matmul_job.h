@@ -1,4 +1,4 @@
-// A matmul that is under way, as the kernels that share it see it: its rows, its results, and how it is cut into pieces.
+// A matmul in progress, shared by the kernels: its rows, its output, and its division into pieces.
 #pragma once
 #include <algorithm>
 
@@ -12,12 +12,12 @@ struct Block {
   int64_t first_row, rows, first_panel, end_panel;
 };
 
-// A weight's panels, of kind K.
+// The panels of a weight of kind K.
 template <class K>
 struct Panels {
   typedef typename Sides<K>::Right Right;
   const Right* first;
-  int64_t count, units;  // of k in a panel; of Right in a panel
+  int64_t count, units;  // units of k per panel; values of Right per panel
 
   explicit Panels(const Weight& weight)
       : first(static_cast<const Right*>(weight.panels)),
@@ -26,7 +26,7 @@ struct Panels {
   const Right* at(int64_t panel) const { return first + panel * units; }
 };
 
-// Rows of type T, laid out as the left side of weights of kind K, times weights.
+// Rows of type T, in the layout for weights of kind K, times weights.
 template <class K, class T>
 struct Job {
   Rows<K> x;

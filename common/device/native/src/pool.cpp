@@ -1,8 +1,8 @@
-// The helper threads. One job at a time; a second caller at the same time does its work alone.
+// The helper threads. One job at a time; a second concurrent caller runs its work alone.
 //
-// A job is published in one 64-bit ticket (epoch, pieces, next piece), so a helper claims a piece by one compare and
-// swap, and a late helper can never claim a piece of a job that is over. Nobody waits at a barrier: where cores are
-// busy with something else the caller does the pieces that nobody has begun.
+// A job is published in one 64-bit ticket (epoch, pieces, next piece), so a helper claims a piece with one compare and
+// swap, and a delayed helper can never claim a piece of a finished job. There is no barrier: if the cores are busy
+// otherwise, the caller runs the unclaimed pieces itself.
 #include "pool.h"
 
 #include <atomic>
@@ -37,7 +37,7 @@ class Pool {
   bool run(int threads, int count, Piece piece, void* context) {
     std::unique_lock<std::mutex> only(callers_, std::try_to_lock);
     if (!only.owns_lock()) return false;
-    while (helpers_ < threads - 1 && hire()) {
+    while (helpers_ < threads - 1 && start_helper()) {
     }
     piece_ = piece;
     context_ = context;
@@ -52,8 +52,8 @@ class Pool {
   }
 
  private:
-  // False where the system gives no more threads: then fewer help.
-  bool hire() {
+  // False if the system cannot create another thread; the job then runs with fewer helpers.
+  bool start_helper() {
     const int index = helpers_;
     try {
       std::thread([this, index] { help(index); }).detach();
@@ -70,7 +70,7 @@ class Pool {
     do {
       if (next_of(ticket) >= pieces_of(ticket)) return false;
     } while (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel));
-    // The claimed piece is not done, so the caller is still waiting and the job's fields stand.
+    // The claimed piece is not done, so the caller still waits and the job's fields are valid.
     piece_(context_, next_of(ticket));
     done_.fetch_add(1, std::memory_order_release);
     return true;
@@ -79,7 +79,7 @@ class Pool {
   void wait_for(int count) {
     for (int looks = 0; done_.load(std::memory_order_acquire) < count; looks++) {
       if (looks < 4096) KVFERRY_PAUSE();
-      else std::this_thread::yield();  // whoever began the last piece may need this core to end it
+      else std::this_thread::yield();  // the thread with the last piece may need this core to finish
     }
   }
 
@@ -92,13 +92,13 @@ class Pool {
     }
   }
 
-  static bool is_news(uint64_t now, uint64_t seen) { return now >> 40 != seen >> 40; }
+  static bool is_new_job(uint64_t now, uint64_t seen) { return now >> 40 != seen >> 40; }
 
   bool spin_until_new(uint64_t seen) {
     const auto end = std::chrono::steady_clock::now() + kSpin;
     do {
       for (int i = 0; i < kPausesPerLook; i++) {
-        if (is_news(ticket_.load(std::memory_order_acquire), seen)) return true;
+        if (is_new_job(ticket_.load(std::memory_order_acquire), seen)) return true;
         KVFERRY_PAUSE();
       }
     } while (std::chrono::steady_clock::now() < end);
@@ -108,13 +108,13 @@ class Pool {
   void sleep_until_new(uint64_t seen) {
     std::unique_lock<std::mutex> lock(sleep_);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    news_.wait(lock, [&] { return is_news(ticket_.load(std::memory_order_seq_cst), seen); });
+    job_posted_.wait(lock, [&] { return is_new_job(ticket_.load(std::memory_order_seq_cst), seen); });
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
   }
 
   void wake() {
     { std::lock_guard<std::mutex> lock(sleep_); }
-    news_.notify_all();
+    job_posted_.notify_all();
   }
 
   alignas(64) std::atomic<uint64_t> ticket_{0};
@@ -126,10 +126,10 @@ class Pool {
   uint64_t epoch_ = 0;
   int helpers_ = 0;
   std::mutex callers_, sleep_;
-  std::condition_variable news_;
+  std::condition_variable job_posted_;
 };
 
-// Never destroyed: helpers may still look at it while the process ends.
+// Never destroyed: helpers may still access it while the process exits.
 Pool& pool() {
   static Pool* const only = new Pool;
   return *only;
@@ -156,7 +156,7 @@ void* scratch(Slot slot, uint64_t bytes) {
     std::free(own.memory[slot]);
     own.size[slot] = (bytes + bytes / 4 + 4095) / 4096 * 4096;
     own.memory[slot] = std::aligned_alloc(64, own.size[slot]);
-    if (!own.memory[slot]) std::abort();  // as any allocation of the system's own would end here
+    if (!own.memory[slot]) std::abort();  // out of memory
   }
   return own.memory[slot];
 }

@@ -1,4 +1,4 @@
-// Threads that help the calling one with numbered pieces of work. What a piece computes must not depend on who runs it.
+// Helper threads for numbered pieces of work. The result of a piece must not depend on the thread that runs it.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@ namespace kvferry {
 typedef void (*Piece)(void* context, int index);
 
 // Runs piece(context, 0 .. count - 1) on this thread and up to threads - 1 helpers; returns when all are done.
-// Helpers that the system does not run in time are not waited for: only pieces that were begun are.
+// Waits only for pieces that were started, not for helpers that the system has not scheduled in time.
 void run_pieces(int threads, int count, Piece piece, void* context);
 
 template <class Work>
@@ -19,7 +19,7 @@ void parallel(int threads, int count, Work&& work) {
   run_pieces(threads, count, [](void* context, int i) { (*static_cast<Work*>(context))(i); }, &work);
 }
 
-// At least `bytes` of memory for the calling thread, aligned to a cache line, kept until asked for again with the same
+// At least `bytes` of memory of the calling thread, aligned to a cache line, valid until the next call with the same
 // slot. Not zeroed.
 enum Slot { kSlotRows, kSlotWide, kSlotItem, kSlotParts, kSlotSmall, kSlotStep, kSlotUnit, kSlots };
 void* scratch(Slot slot, uint64_t bytes);

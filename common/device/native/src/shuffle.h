@@ -1,4 +1,4 @@
-// Movements between lanes of short vectors.
+// Shuffles between lanes of short vectors.
 #pragma once
 #include "simd.h"
 
@@ -21,7 +21,7 @@ static inline F<8> pair_sums(F<8> a, F<8> b) {
   return KVFERRY_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + KVFERRY_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
 }
 
-// The sums of the lanes of four vectors, side by side.
+// The lane sums of four vectors, adjacent in memory.
 template <class V>
 static inline void four_sums(V a, V b, V c, V d, float* out) {
   typedef float Four __attribute__((vector_size(16)));
@@ -32,7 +32,7 @@ static inline void four_sums(V a, V b, V c, V d, float* out) {
   std::memcpy(out, &sums, sizeof sums);
 }
 
-// Eight rows of eight units of four bytes, turned: to[i * to_stride + r] = rows[r][i].
+// Transposes eight rows of eight four-byte units: to[i * to_stride + r] = rows[r][i].
 static inline void transpose_eight(const uint32_t* const* rows, int64_t at, uint32_t* to, int64_t to_stride) {
   U<8> v[8], t[8];
   for (int r = 0; r < 8; r++) v[r] = load_raw<U<8>>(rows[r] + at);

@@ -1,6 +1,7 @@
-// Short vectors of float32 and bfloat16 for whatever instructions the compiler was told of. Knows no memory layout.
+// Short vectors of float32 and bfloat16 for the instruction set of the build. Knows no memory layout.
 //
-// Sums are never reordered by the compiler (no -ffast-math): how a row is added up is part of what the kernels promise.
+// The compiler must not reorder sums (no -ffast-math): the order of summation within a row is part of the kernels'
+// guarantees.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -68,8 +69,8 @@ static inline void store(float* p, F<L> v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// Rounds to the nearest, ties to even; a not-a-number stays one. Where the matrix unit is, which takes what is smaller
-// than a normal number for zero, so does the CPU's own instruction for this.
+// Rounds to nearest, ties to even; NaN stays NaN. On CPUs with a matrix unit, which flushes subnormals to zero, this uses
+// the CPU's own instruction, which does the same.
 template <int L>
 static inline void store(Bf16* p, F<L> v) {
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -100,7 +101,7 @@ static inline void put(Bf16* p, float x) {
   p->bits = x == x ? uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16) : uint16_t((u >> 16) | 0x40u);
 }
 
-// Lanes in a fixed order.
+// Adds the lanes in a fixed order.
 template <int L>
 static inline float sum_lanes(F<L> v) {
   float s = 0;
@@ -120,14 +121,14 @@ static inline float max_lanes(F<L> v) {
   return m;
 }
 
-// exp to about one unit in the last place; 0 below the smallest normal result, infinity above the largest, not-a-number
-// stays one. Cody-Waite reduction by ln 2 and a polynomial of degree 6 (the minimax coefficients of Cephes' expf).
+// exp to about one unit in the last place; 0 below the smallest normal result, infinity above the largest, NaN stays NaN.
+// Cody-Waite reduction by ln 2 and a polynomial of degree 6 (the minimax coefficients of Cephes' expf).
 template <int L>
 static inline F<L> exp_of(F<L> x) {
   const F<L> low = splat<L>(-87.33654f), high = splat<L>(88.72283f);
-  F<L> c = x < low ? low : x;  // in this order a not-a-number passes through
+  F<L> c = x < low ? low : x;  // this operand order lets NaN pass through
   c = c > high ? high : c;
-  const F<L> shifter = splat<L>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const F<L> shifter = splat<L>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const F<L> shifted = c * 1.44269504088896341f + shifter;
   const F<L> n = shifted - shifter;
   const F<L> r = (c - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -139,13 +140,13 @@ static inline F<L> exp_of(F<L> x) {
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
 #if defined(__AMX_BF16__) && defined(__AVX512F__)
-  if constexpr (L == 16) {  // the same bits by one instruction; results that are no normal numbers never come to it
+  if constexpr (L == 16) {  // the same bits with one instruction; subnormal results are masked out
     const __mmask16 kept = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
     const F<L> y = (F<L>)_mm512_maskz_scalef_ps(kept, (__m512)p, (__m512)n);
     return x > high ? splat<L>(INFINITY) : y;
   }
 #endif
-  // 2^n in two halves, so that the largest n does not overflow on its own.
+  // 2^n as two factors, so that the largest n does not overflow.
   const typename Simd<L>::I whole = (typename Simd<L>::I)shifted - (typename Simd<L>::I)shifter;
   const typename Simd<L>::I half = whole >> 1;
   const F<L> first = (F<L>)((half + 127) << 23), second = (F<L>)((whole - half + 127) << 23);

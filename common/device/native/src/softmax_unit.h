@@ -1,7 +1,7 @@
-// One row of softmax between the two products of a prompt's attention by the matrix unit: scores to weights.
+// One softmax row between the two matmuls of a prompt's attention on the matrix unit: scores to weights.
 //
-// The weights are rounded to bfloat16, so a shorter polynomial than `exp_of` has is exact enough. Sums are kept lane by
-// lane: a position adds to one and the same lane in every chunk.
+// The weights are rounded to bfloat16, so a shorter polynomial than that of `exp_of` is precise enough. Sums are kept per
+// lane: a position adds to the same lane in every chunk.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -15,8 +15,8 @@ namespace kvferry {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x to about 7e-6 of itself for x up to 0; 0 below -125, not-a-number stays one. Results that are no normal numbers
-// are masked before they are made: each would cost the CPU as much as a hundred others.
+// 2^x with relative error 7e-6 for x <= 0; 0 below -125, NaN stays NaN. Subnormal results are masked before they are
+// computed: each would take as long as a hundred normal ones.
 static inline __m512 exp2_of(__m512 x) {
   const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ);
   const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -28,7 +28,7 @@ static inline __m512 exp2_of(__m512 x) {
   return _mm512_maskz_scalef_ps(normal, _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f)), n);
 }
 
-// Of a row: the largest score so far (times `scale`), the weights' sum by lanes, and what its values sum up to.
+// A row's running state: largest score so far (times `scale`), sum of weights per lane, weighted sum of values.
 struct RowState {
   float* largest;
   float* total;  // [16]
@@ -43,7 +43,7 @@ static inline void scale_row(const RowState& row, float kept) {
     _mm512_storeu_ps(row.sums + d, _mm512_mul_ps(_mm512_loadu_ps(row.sums + d), factor));
 }
 
-// Sixteen scores from j on; minus infinity for those outside of [from, to), of which there are none with `ALL`.
+// Sixteen scores from j on; minus infinity for those outside [from, to). `ALL`: none is outside.
 template <bool ALL>
 static inline __m512 seen_scores(const float* scores, int64_t j, int64_t from, int64_t to) {
   if constexpr (ALL) return _mm512_loadu_ps(scores + j);
@@ -72,7 +72,7 @@ static inline void weigh_seen(const float* scores, Bf16* weights, int64_t from, 
   _mm512_storeu_ps(row.total, sum);
 }
 
-// scores [width] of which [from, to) are seen -> weights [width]; width: a multiple of 32. `scale` has log2(e) in it.
+// scores [width], visible in [from, to) -> weights [width]; width: a multiple of 32. `scale` includes log2(e).
 static inline void weigh_row(const float* scores, Bf16* weights, int64_t from, int64_t to, int64_t width, float scale,
                              const RowState& row) {
   if (from >= to) std::memset(static_cast<void*>(weights), 0, uint64_t(width) * sizeof(Bf16));

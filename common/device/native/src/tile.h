@@ -1,8 +1,9 @@
 // The inner kernel of every matmul: a few rows times a few panels of 16 columns, each sum in order of k.
 //
-// A panel of float32 is [k][16]; one of bfloat16 is [k / 2][16] of pairs (k, k + 1), the lower k in the lower half, an
-// odd last one beside zero. Panels of whole numbers are in tile_quantized.h. Every result is one chain of multiply-adds over k from zero on, however many rows and
-// panels are computed at once: a row's results do not depend on its neighbours.
+// A panel of float32 is [k][16]; one of bfloat16 is [k / 2][16] pairs (k, k + 1), the lower k in the lower half, an odd
+// last value paired with zero. Panels of integers are in tile_quantized.h. Every result is one chain of multiply-adds
+// over k starting at zero, however many rows and panels are computed together: a row's results do not depend on its
+// neighbours.
 #pragma once
 #include <type_traits>
 
@@ -16,19 +17,19 @@ namespace kvferry {
 
 constexpr int kPanel = 16;
 constexpr int kParts = kPanel / kLanes;  // vectors in a row of a panel
-// Rows of a tile at most: what leaves registers for the right side (narrow weights need one more, for a mask).
+// Maximum rows of a tile: as many as leave registers for the right side (narrow weights need one more, for a mask).
 constexpr int kMostRows = 6;
 template <class K>
 constexpr int tile_rows() {
   return kLanes == 16 || std::is_same_v<K, float> ? 6 : 5;
 }
-// Panels whose sums fit the registers beside each other, for a number of rows.
+// Number of panels whose sums fit the registers, given the number of rows.
 template <class K>
-constexpr int panels_at_once(int rows) {
+constexpr int panels_per_tile(int rows) {
   return kLanes == 16 ? 4 : rows == 1 ? 4 : rows == 2 || (rows == 3 && std::is_same_v<K, float>) ? 2 : 1;
 }
 
-// What the rows of the left side are, and what the units of k of both sides are, for each kind K of weights.
+// The element types of both sides and their units of k, for each kind K of weights.
 template <class K>
 struct Sides;
 template <>
@@ -36,14 +37,14 @@ struct Sides<float> {
   typedef float Left;
   typedef float Right;
   static constexpr int kStep = 1;       // values of k in one unit of the right side
-  static constexpr int kUnit = kPanel;  // what one unit of a panel has of Right
+  static constexpr int kUnit = kPanel;  // values of Right in one unit of a panel
 };
 template <>
 struct Sides<Bf16> {
 #if defined(__AVX512BF16__)
   typedef Bf16 Left;
 #else
-  typedef float Left;  // converted once, where the rows are laid out
+  typedef float Left;  // converted once, by left_side
 #endif
   typedef uint32_t Right;
   static constexpr int kStep = 2;
@@ -57,7 +58,7 @@ static inline int64_t units(int64_t k) {
 
 typedef F<kLanes> Acc;
 
-// What is read soon: `step` bytes of it for each step of a kernel.
+// Memory to prefetch: `step` bytes for each step of a kernel.
 struct Ahead {
   const void* at;
   int64_t step;
@@ -65,7 +66,7 @@ struct Ahead {
   void fetch(int64_t k) const { __builtin_prefetch(static_cast<const char*>(at) + k * step, 0, 2); }
 };
 
-// Sums that are handed over stay in registers only where the call is gone.
+// Sums passed to a function stay in registers only if the call is inlined.
 #define KVFERRY_INLINE static inline __attribute__((always_inline))
 
 template <int ROWS, int PANELS>
@@ -78,7 +79,7 @@ KVFERRY_INLINE void put_sums(const Acc (&acc)[ROWS][PANELS][kParts], float* out)
       for (int i = 0; i < kParts; i++) store<kLanes>(out + (r * PANELS + p) * kPanel + i * kLanes, acc[r][p][i]);
 }
 
-// One value of k of every row times one row of every panel.
+// Adds the products of one k: every row's value times one row of every panel.
 template <int ROWS, int PANELS>
 KVFERRY_INLINE void add_products(Acc (&acc)[ROWS][PANELS][kParts], const Acc (&w)[PANELS][kParts], const float* left,
                                 int64_t left_stride) {
@@ -141,7 +142,7 @@ static inline void tile(const Bf16* left, int64_t left_stride, const uint32_t* r
 
 #else
 
-// One load gives two rows of a panel: the upper halves are masked, the lower ones shifted up.
+// One load yields two rows of a panel: upper halves are masked, lower halves shifted up.
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
                         int64_t count, float* out, Ahead ahead) {

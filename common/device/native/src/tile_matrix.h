@@ -1,7 +1,7 @@
-// The inner kernel over bfloat16 where the CPU has a matrix unit (AMX): up to 32 rows times up to four panels.
+// The inner kernel over bfloat16 on CPUs with a matrix unit (AMX): up to 32 rows times up to four panels.
 //
-// A panel of bfloat16 is what the unit reads as it is, 16 pairs of k at once. The unit adds in an order of its own, so
-// either all rows of a process go through it or none: a row has the same bits alone and among others.
+// The unit reads panels of bfloat16 unchanged, 16 pairs of k per tile. It sums in its own order, so all rows of a process
+// use it or none: a row has the same bits alone and in a batch.
 #pragma once
 #include "tile_quantized.h"
 
@@ -18,8 +18,8 @@ constexpr int kMatrixRows = 32;    // two of the unit's tiles
 constexpr int kMatrixPairs = 16;  // of k in a tile
 constexpr int kMatrixValues = kMatrixRows * 2 * kPanel;
 
-// Units of k in a panel of packed weights: whole tiles where a unit may read them or what they are unpacked to, with
-// zeros behind the last value.
+// Units of k in a panel of packed weights: padded with zeros to whole tiles if the matrix unit may read them, packed or
+// unpacked.
 template <class K>
 static inline int64_t packed_units(int64_t k) {
 #if defined(KVFERRY_MATRIX_UNIT)
@@ -31,17 +31,17 @@ static inline int64_t packed_units(int64_t k) {
 
 #if defined(KVFERRY_MATRIX_UNIT)
 
-// Whether the system lets this process use the unit; asked once.
+// Whether the system permits this process to use the unit; requested once.
 inline bool has_matrix_unit() {
   constexpr int kAskPermission = 0x1023, kTileData = 18;
   static const bool allowed = syscall(SYS_arch_prctl, kAskPermission, kTileData) == 0;
   return allowed;
 }
 
-// Before tiles are loaded from memory that was just written: GCC does not know that they are.
+// Must precede tile loads from memory that was just written: GCC does not know that the intrinsics read it.
 static inline void tiles_see_memory() { __asm__ volatile("" : : : "memory"); }
 
-// Rows, and bytes in a row, of the calling thread's eight tiles.
+// Sets the rows, and bytes per row, of the calling thread's eight tiles.
 static inline void shape_tiles(const int (&rows)[8], const int (&bytes)[8]) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, unused[14] = {};
@@ -52,12 +52,12 @@ static inline void shape_tiles(const int (&rows)[8], const int (&bytes)[8]) {
     config.bytes[i] = uint16_t(bytes[i]);
     config.rows[i] = uint8_t(rows[i]);
   }
-  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC does not know how much of it is read either
+  __asm__ volatile("" : : "r"(&config) : "memory");  // GCC does not know how much of it is read
   _tile_loadconfig(&config);
 }
 
-// Panels as the unit reads them; those of fewer bits are in tile_unpacked.h. `at`: the tile of a panel from pair `k` on,
-// for which `prepare` was called.
+// Panels in the unit's layout; tile_unpacked.h makes them from fewer bits. `at`: the tile of a panel that starts at pair
+// `k`, for which `prepare` must have been called.
 struct PackedTiles {
   const uint32_t* panels;
   int64_t panel_units;
@@ -67,14 +67,14 @@ struct PackedTiles {
   const uint32_t* at(int panel, int64_t k) const { return panels + panel * panel_units + k * kPanel; }
 };
 
-// The calling thread's tiles: 0 to 3 sums, 4 and 5 rows of the left side, 6 and 7 of panels. The CPU fetches panels
-// ahead by itself: telling it which come next gains nothing here.
+// The calling thread's tiles: 0 to 3 sums, 4 and 5 rows of the left side, 6 and 7 panels. The CPU prefetches panels by
+// itself; explicit prefetches gain nothing here.
 class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
 
-  // As `tile`: left [rows], right [panels] (1, 2 or, of up to 16 rows, 4) -> out [rows][panels * 16]. `between` is
-  // called for each 16 pairs of k: what it does the CPU does while the unit multiplies.
+  // As `tile`: left [rows], right [panels] (1, 2 or, for up to 16 rows, 4) -> out [rows][panels * 16]. Calls `between`
+  // for every 16 pairs of k; its work overlaps with the unit's.
   template <class Tiles, class Between>
   void multiply(int rows, int panels, const Bf16* left, int64_t left_stride, Tiles&& right, int64_t count, float* out,
                 Between&& between) {
@@ -97,7 +97,7 @@ class MatrixUnit {
     _tile_stored(3, out + 3 * kPanel, out_stride);
   }
 
-  // The same for 17 to 32 rows and two panels, where the result lies: written, or with `add` added to what is there.
+  // As `multiply` for 17 to 32 rows and two panels, in place: `out` is overwritten or, with ADD, added to.
   template <bool ADD>
   void multiply_into(int rows, const Bf16* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
                      int64_t count, float* out, int64_t out_row) {

@@ -1,11 +1,11 @@
 // The inner kernels over weights of 8 and 4 bits, and panels of them widened to float32 for many rows.
 //
-// Int8: [k][16], k in whole groups of 32; one factor for each column, which is multiplied in where the sums are put out.
-// Int4: groups of 32 values of k, each value q * scale + low with a scale and a low of its own for each column. Whole8:
-// the left side is of whole numbers too, with a factor for each 64 values of k (`Rounded`), whose sums are exact;
-// [k / 2][16] of pairs, or where a matrix unit reads it (tile_rounded.h) [k / 4][16] of four.
-// A widened panel holds the very numbers that the direct kernel multiplies by: both ways give the same bits.
-// The layouts are made by common/device/native/panels.py.
+// Int8: [k][16], k padded to groups of 32; one scale per column, applied when the sums are stored.
+// Int4: groups of 32 values of k, each value q * scale + low with one scale and one low per column and group.
+// Int8Dynamic: the left side is integer too, with a scale per 64 values of k (`Rounded`), and the sums are exact;
+// [k / 2][16] pairs, or [k / 4][16] groups of four if the matrix unit reads it (tile_rounded.h).
+// A widened panel holds exactly the numbers that the direct kernel multiplies by: both ways give the same bits.
+// common/device/native/panels.py makes these layouts.
 #pragma once
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,7 +17,7 @@ namespace kvferry {
 
 struct Int8 {};
 struct Int4 {};
-struct Whole8 {};
+struct Int8Dynamic {};
 
 constexpr int kGroup = 32;
 constexpr int kRounded = 64;
@@ -48,20 +48,20 @@ struct Sides<Int4> {
   static constexpr int kUnit = 1;
 };
 template <>
-struct Sides<Whole8> {
+struct Sides<Int8Dynamic> {
   typedef Rounded Left;
   typedef Two8 Right;
   static constexpr int kStep = kRounded;
   static constexpr int kUnit = kRounded / 2 * kPanel;
 };
 
-// Scales and lows stay in registers beside the sums.
+// Scales and lows take registers as well as the sums.
 template <>
 constexpr int tile_rows<Int4>() {
   return kLanes == 16 ? 6 : 4;
 }
 template <>
-constexpr int panels_at_once<Int4>(int rows) {
+constexpr int panels_per_tile<Int4>(int rows) {
   return kLanes == 16 && rows <= 2 ? 4 : rows == 1 ? 2 : 1;
 }
 
@@ -82,7 +82,7 @@ KVFERRY_INLINE Acc int8_of(const int8_t* p) {
 }
 #endif
 
-// float16 to float32; the product shifts the exponent, so that subnormal numbers come out right too.
+// float16 to float32; the product shifts the exponent, which also handles subnormals.
 KVFERRY_INLINE Acc half_of(const uint16_t* p) {
   const Bits h = __builtin_convertvector(load_raw<typename Simd<kLanes>::H>(p), Bits);
   const Acc size = (Acc)((h & 0x7fffu) << 13) * 0x1p112f;
@@ -99,7 +99,7 @@ struct Affine {
 template <int ROWS, int PANELS>
 static inline void tile(const float* left, int64_t left_stride, const int8_t* right, int64_t right_stride,
                         int64_t count, float* out, Ahead ahead) {
-  constexpr int kLine = 64 / kPanel;  // values of k in what is fetched at once
+  constexpr int kLine = 64 / kPanel;  // values of k per prefetched cache line
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t start = 0; start < count; start += kLine) {
     ahead.fetch(start);
@@ -146,7 +146,7 @@ static inline void tile(const float* left, int64_t left_stride, const Group4* ri
   put_sums<ROWS, PANELS>(acc, out);
 }
 
-// Pairs of whole numbers, one pair a lane, the lower k in the lower half of it; and the sum of each lane's products.
+// Pairs of integers, one pair per lane, the lower k in the lower half; and the sum of each lane's products.
 #if defined(__AVX512BW__)
 typedef __m512i Pairs;
 KVFERRY_INLINE Pairs pairs_of(const Two8* right) { return _mm512_cvtepi8_epi16(load_raw<__m256i>(right)); }
@@ -168,13 +168,13 @@ KVFERRY_INLINE Pairs splat_pair(int32_t pair) { return Whole{} + pair; }
 KVFERRY_INLINE Whole dot(Pairs a, Pairs b) { return ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16); }
 #endif
 
-// Strides of the left side count groups.
+// The stride of the left side is in groups.
 template <int ROWS, int PANELS>
 static inline void tile(const Rounded* left, int64_t left_stride, const Two8* right, int64_t right_stride, int64_t count,
                         float* out, Ahead ahead) {
   Acc acc[ROWS][PANELS][kParts] = {};
   for (int64_t g = 0; g < count; g++) {
-    const Two8* group = right + g * Sides<Whole8>::kUnit;
+    const Two8* group = right + g * Sides<Int8Dynamic>::kUnit;
     Whole sums[ROWS][PANELS][kParts] = {};
     for (int k = 0; k < kRounded / 2; k++) {
       ahead.fetch(g * (kRounded / 2) + k);
@@ -206,7 +206,7 @@ static inline void tile(const Rounded* left, int64_t left_stride, const Two8* ri
   put_sums<ROWS, PANELS>(acc, out);
 }
 
-// A panel as [k][16] of float32, without Int8's factors; k goes to the end of the last unit.
+// A panel as [k][16] float32, without Int8's scales; k includes the padding of the last unit.
 static inline void widen(const int8_t* panel, int64_t count, float* to) {
   for (int64_t at = 0; at < count * kPanel; at += kLanes) store<kLanes>(to + at, int8_of(panel + at));
 }

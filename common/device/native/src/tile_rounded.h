@@ -1,7 +1,7 @@
-// Rounded rows times weights of 8 bits by the matrix unit: up to 16 rows times one panel, [k / 4][16] of four values of k,
-// or a few rows times two: memory is read faster from two places in turn than from one.
+// Rounded rows times weights of 8 bits on the matrix unit: up to 16 rows times one panel, [k / 4][16] of four values of
+// k, or a few rows times two panels: alternating between two memory streams reads faster than one.
 //
-// The sums of a group are exact, and groups are added up as in `tile` of tile_quantized.h: the bits are the same.
+// The sums of a group are exact, and groups are added as in `tile` of tile_quantized.h: the bits are the same.
 #pragma once
 #include "left.h"
 
@@ -10,25 +10,25 @@ namespace kvferry {
 #if defined(KVFERRY_MATRIX_UNIT)
 
 constexpr int kRoundedRows = 16;
-constexpr int kFewRows = 4;  // that two panels are taken together for
-constexpr int kGroupUnits = Sides<Whole8>::kUnit;
+constexpr int kFewRows = 4;  // up to so many rows, two panels are computed together
+constexpr int kGroupUnits = Sides<Int8Dynamic>::kUnit;
 
-struct Whole8OfUnit {};
+struct Int8DynamicUnit {};
 template <>
-struct Sides<Whole8OfUnit> {
+struct Sides<Int8DynamicUnit> {
   typedef int8_t Left;
 };
 
-// Whole numbers [rows][groups * 64] and their scales [rows][groups]; places for whole tiles of rows.
+// Integers [rows][groups * 64] and their scales [rows][groups]; memory is padded to whole tiles of rows.
 struct RoundedRows {
-  Rows<Whole8OfUnit> x;
+  Rows<Int8DynamicUnit> x;
   const float* scales;
   int64_t groups;
 };
 
 template <class T>
 RoundedRows rounded_rows(const T* x, int64_t stride, int64_t rows, int64_t in, int threads) {
-  const int64_t groups = units<Whole8>(in), width = groups * kRounded;
+  const int64_t groups = units<Int8Dynamic>(in), width = groups * kRounded;
   const int64_t places = (rows + kRoundedRows - 1) / kRoundedRows * kRoundedRows;
   auto* values = static_cast<int8_t*>(scratch(kSlotRows, uint64_t(places * (width + groups * 4))));
   auto* scales = reinterpret_cast<float*>(values + places * width);
@@ -47,12 +47,12 @@ RoundedRows rounded_rows(const T* x, int64_t stride, int64_t rows, int64_t in, i
   return {{values, width}, scales, groups};
 }
 
-// Tiles 0 to 3: sums of a group; 4 and 5: rows; 6 and 7: panels. While one group is multiplied the one before is added.
+// Tiles 0 to 3: sums of a group; 4 and 5: rows; 6 and 7: panels. Multiplies one group while it adds the previous one.
 class RoundedUnit {
  public:
   ~RoundedUnit() { _tile_release(); }
 
-  // left [rows] -> out [rows][panels * 16]; `right`: panels of `panel_units`, 1, or 2 where there are few rows.
+  // left [rows] -> out [rows][panels * 16]; `panels`: 1, or 2 for at most kFewRows rows, `panel_units` apart.
   void multiply(int rows, int panels, const RoundedRows& left, int64_t row, const Two8* right, int64_t panel_units,
                 float* out) {
     if (rows != rows_) shape(rows);
@@ -94,7 +94,7 @@ class RoundedUnit {
       for (int r = 0; r < ROWS; r++) _mm512_storeu_ps(out + (r * PANELS + p) * kPanel, acc[p][r]);
   }
 
-  // Twice the same with other tiles: the compiler takes their numbers as literals alone.
+  // Both branches are alike except for the tiles: the compiler accepts tile numbers only as literals.
   template <int SIDE, int PANELS>
   void begin(const int8_t* left, int64_t stride, const Two8* right, int64_t panel_units) {
     if constexpr (SIDE == 0) {

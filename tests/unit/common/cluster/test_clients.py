@@ -33,29 +33,29 @@ def client(table):
 
 
 def test_the_newest_list_counts_in_whatever_order_they_come(client):
-    assert client.take(Heartbeat(heartbeat_no=2, as_of=5, entries=(entry(),)), 1.0)
-    assert not client.take(Heartbeat(heartbeat_no=1, as_of=9), 2.0)
-    assert not client.take(Heartbeat(heartbeat_no=2, as_of=9), 3.0)
-    assert (client.as_of, set(client.entries)) == (5, {REQUEST})
+    assert client.update_wanted(Heartbeat(heartbeat_no=2, as_of=5, wanted=(entry(),)), 1.0)
+    assert not client.update_wanted(Heartbeat(heartbeat_no=1, as_of=9), 2.0)
+    assert not client.update_wanted(Heartbeat(heartbeat_no=2, as_of=9), 3.0)
+    assert (client.as_of, set(client.wanted)) == (5, {REQUEST})
     assert client.last_heard == 3.0  # it lives all the same
     assert client.last_heartbeat == 1.0
 
 
 def test_what_is_younger_than_the_list_is_wanted(client):
-    client.take(Heartbeat(heartbeat_no=1, as_of=5), 1.0)
+    client.update_wanted(Heartbeat(heartbeat_no=1, as_of=5), 1.0)
     assert client.wants(6, REQUEST, 1)
     assert not client.wants(5, REQUEST, 1)
 
 
 def test_only_the_listed_attempt_and_generation_are_wanted(client):
-    client.take(Heartbeat(heartbeat_no=1, as_of=5, entries=(entry(attempt=2, generation=3),)), 1.0)
+    client.update_wanted(Heartbeat(heartbeat_no=1, as_of=5, wanted=(entry(attempt=2, generation=3),)), 1.0)
     assert client.wants(4, REQUEST, 2, 3)
     assert not client.wants(4, REQUEST, 1, 3)
     assert not client.wants(4, REQUEST, 2, 2)
 
 
 def test_hello_again_changes_nothing_that_is_held(table, client):
-    client.take(Heartbeat(heartbeat_no=4, as_of=5, entries=(entry(),)), 1.0)
+    client.update_wanted(Heartbeat(heartbeat_no=4, as_of=5, wanted=(entry(),)), 1.0)
     assert table.hello(WORKER, "worker", "w", 2.0) is client
     assert client.heartbeat_no == 4
     assert client.last_heard == 2.0
@@ -72,10 +72,10 @@ def test_only_the_silent_are_taken_out_and_once(table, client):
     table.check_invariants()
 
 
-def test_who_slept_blames_nobody(table, client):
+def test_who_slept_blames_no_client(table, client):
     """Rule 9: what was not heard meanwhile does not count, and the worker counts as heard lately enough to take
     reservations for it."""
-    client.take(Heartbeat(heartbeat_no=1, as_of=0), 0.1)
+    client.update_wanted(Heartbeat(heartbeat_no=1, as_of=0), 0.1)
     quiet = table.hello(PREFILL, "prefill", "p", 0.0)
     table.forgive(49.5, 50.0)
     assert table.take_silent(52.4) == []

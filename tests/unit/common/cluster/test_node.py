@@ -11,6 +11,7 @@ from kvferry.common.cluster.actions import (
     ExitProcess,
     Send,
 )
+from kvferry.common.cluster.clients import ClientTable
 from kvferry.common.cluster.events import (
     DrainRequested,
     Received,
@@ -49,7 +50,7 @@ SELF_ID, WORKER = Incarnation("1" * 32), Incarnation("2" * 32)
 class PrefillRole:
     """A role that has the role and holds nothing."""
 
-    role = "prefill"
+    name = "prefill"
 
     def knows(self, request_id, attempt):
         return False
@@ -73,7 +74,8 @@ def make_core(roles=()) -> NodeCore:
             protocol_version=PROTOCOL_VERSION, model="m", kv_dtype="f", kv_layout="l", block_size=4, num_layers=1
         ),
     )
-    return NodeCore(identity, Timers(), Scheduler(SchedulerConfig(), BlockPool(8, 4, "m")), roles)
+    scheduler = Scheduler(SchedulerConfig(), BlockPool(8, 4, "m"))
+    return NodeCore(identity, Timers(), scheduler, roles, ClientTable(Timers()))
 
 
 def said(actions, kind):
@@ -85,7 +87,7 @@ def test_time_before_its_first_tick_is_no_engine_stall():
     assert not [a for a in make_core().handle(Tick(), 1e6) if isinstance(a, ExitProcess)]
 
 
-def test_a_client_that_never_said_hello_is_told_so():
+def test_a_client_that_never_said_hello_is_reported():
     core = make_core()
     core.handle(Tick(), 0.0)
     answer = core.handle(Received(Envelope(WORKER, SELF_ID, Heartbeat(heartbeat_no=1, as_of=0))), 0.1)
@@ -119,8 +121,8 @@ def test_what_a_returning_client_expects_may_have_been_here():
 
     def answers(number: int, now: float) -> list[str]:
         entry = WantedRequest(request_id=RequestId("a" * 32), attempt=number, next_index=0, expected=True)
-        beat = Heartbeat(heartbeat_no=number, as_of=number, entries=(entry,))
-        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, SELF_ID, beat)), now), Gone)]
+        heartbeat = Heartbeat(heartbeat_no=number, as_of=number, wanted=(entry,))
+        return [gone.reason for gone in said(core.handle(Received(Envelope(WORKER, SELF_ID, heartbeat)), now), Gone)]
 
     core.handle(hello, 0.0)
     assert answers(1, 0.1) == ["never_known"]
@@ -134,7 +136,7 @@ def test_what_a_returning_client_expects_may_have_been_here():
 
 
 class Hears:
-    """A role that notes what it is told."""
+    """A role that notes what it is reported."""
 
     role = "decode"
 
@@ -155,7 +157,7 @@ class Hears:
 @pytest.mark.parametrize(
     ("prefill", "decode", "heard"), [(WORKER, SELF_ID, 1), (OTHER, SELF_ID, 0), (WORKER, OTHER, 0)]
 )
-def test_a_transfer_key_counts_only_from_and_to_the_lives_that_it_names(prefill, decode, heard):
+def test_a_transfer_key_counts_only_from_and_to_the_incarnations_that_it_names(prefill, decode, heard):
     """Rule 2."""
     role = Hears()
     core = make_core([role])

@@ -1,4 +1,4 @@
-"""A node whose next step is planned while one is computed: what is told, how old a step is, when an engine is stuck."""
+"""A node that plans its next step while one is computed: reports, the age of a step, a stuck engine."""
 
 from kvferry.common.cluster.actions import (
     Action,
@@ -29,23 +29,23 @@ def test_two_steps_are_given_and_one_more_with_each_that_is_done():
     assert ahead(bench) == [[True], [True]]
 
 
-def test_nothing_is_told_of_what_was_computed_behind_the_end():
+def test_nothing_is_sent_of_what_was_computed_behind_the_end():
     bench = running(eos_token_ids=frozenset({7}))
-    told = [e.finish for message in said(bench.step(0.3, token=7), Tokens) for e in message.entries]
-    assert told == ["stop"]
+    reported = [e.finish for message in said(bench.step(0.3, token=7), Tokens) for e in message.entries]
+    assert reported == ["stop"]
     assert len(bench.steps) == 1
     assert not said(bench.step(0.4, token=8), Tokens)
-    bench.beat(0.5)
+    bench.heartbeat(0.5)
     assert bench.core.is_quiescent()
 
 
-def test_a_request_that_failed_is_told_once():
+def test_a_request_that_failed_is_reported_once():
     bench = running()
     assert [e.error for m in said(bench.step(0.3, failed="not a number"), Tokens) for e in m.entries] == [
         "not a number"
     ]
     assert not said(bench.step(0.4, failed="not a number"), Tokens)
-    bench.beat(0.5)
+    bench.heartbeat(0.5)
     assert bench.core.is_quiescent()
 
 

@@ -1,4 +1,4 @@
-"""The CPU device against plain formulas: packed linears, norms, rotary, paged attention in every shape of batch."""
+"""The CPU device against plain formulas: packed linears, norms, rotary, paged attention for every shape of batch."""
 
 import math
 
@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvferry.common.device import cpu_attention, cpu_linear
-from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec, Ops
+from kvferry.common.device.base import Device, KvTensorSpec
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.device.cpu_ops import CpuOps
+from kvferry.common.device.ops import AttentionMetadata, Ops
 from tests.support.cpu_ops import OP_SETS, ops_named
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
@@ -26,17 +27,19 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def test_it_is_a_device() -> None:
+def test_it_implements_the_device_interface() -> None:
     device: Device = CpuDevice(1)
     free, total = device.memory_info()
     assert 0 < free <= total
     assert device.supported_block_size(13) == 13
     assert device.pinned_empty(5).shape == (5,)
+    assert device.shares_host_memory
+    assert device.default_steps_in_flight == 1
     with pytest.raises(ValueError, match="negative"):
         CpuDevice(-1)
 
 
-def test_threads_are_set_for_the_thread_that_activates() -> None:
+def test_activate_thread_sets_the_calling_threads_compute_threads() -> None:
     before = torch.get_num_threads()
     try:
         CpuDevice(1).activate_thread()
@@ -59,7 +62,7 @@ def test_pack_linear(ops: Ops, dtype: torch.dtype, tokens: int, with_bias: bool)
     assert torch.allclose(got.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-2)
 
 
-def test_a_dtype_that_cannot_be_packed_is_found_out() -> None:
+def test_a_dtype_that_cannot_be_packed_is_detected() -> None:
     assert not cpu_linear.packing_works(torch.float64)
     assert cpu_linear.packing_works(torch.bfloat16) or not cpu_linear.native_bfloat16()
 
@@ -87,7 +90,7 @@ def test_silu_mul(ops: Ops) -> None:
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_rotary(ops: Ops, merged: bool) -> None:
-    """Both from one merged projection (rotated together) and from tensors of their own."""
+    """Query and key from one merged projection (rotated together), and as separate tensors."""
     tokens = 5
     qkv = randn(tokens, HEADS + 2 * KV_HEADS, SIZE)
     query, key = qkv[:, :HEADS], qkv[:, HEADS : HEADS + KV_HEADS]
@@ -119,9 +122,9 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 )
 @pytest.mark.parametrize("name", BATCHES)
 def test_attention(ops: Ops, name: str, compute: str, dtype: torch.dtype) -> None:
-    """Against a loop over tokens and heads in float64, with blocks in random order and rubbish elsewhere.
+    """Compare with a loop over tokens and heads in float64; blocks are in random order with garbage elsewhere.
 
-    "native_bfloat16" is the path of CPUs with bfloat16 instructions; it is right, if slow, on every other.
+    "native_bfloat16" is the path of CPUs with bfloat16 instructions; it is correct, if slow, on others.
     """
     batch = BATCHES[name]
     cache, meta, keys, values = _paged(ops, batch, dtype)
@@ -129,17 +132,17 @@ def test_attention(ops: Ops, name: str, compute: str, dtype: torch.dtype) -> Non
     if compute == "own":
         got = ops.attention(query, cache, meta, SIZE**-0.5)
     else:
-        plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.BMM_ROWS)
-        got = cpu_attention.attend(plan, query, cache, SIZE**-0.5, torch.bfloat16)
+        layout = cpu_attention.lay_out(meta, KV_HEADS, cpu_attention.BMM_ROWS)
+        got = cpu_attention.attend(layout, query, cache, SIZE**-0.5, torch.bfloat16)
     assert got.dtype == dtype
     wanted = _plain_attention(batch, query, keys, values)
     assert torch.allclose(got.double(), wanted, atol=TOLERANCE[dtype]), (got.double() - wanted).abs().max()
 
 
-def test_sequences_of_very_different_length_are_not_padded_to_one() -> None:
+def test_sequences_of_very_different_lengths_are_not_padded_together() -> None:
     meta = _paged(CpuOps(), [(1, 9), (1, 400), (1, 390), (1, 10), (1, 380)], torch.float32)[1]
-    plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.SDPA_ROWS)
-    assert [group.row_list for group in plan.groups] == [(1, 2, 4), (0, 3)]
+    layout = cpu_attention.lay_out(meta, KV_HEADS, cpu_attention.SDPA_ROWS)
+    assert [group.row_list for group in layout.groups] == [(1, 2, 4), (0, 3)]
 
 
 def test_layout_round_trip() -> None:
@@ -156,7 +159,7 @@ def test_layout_round_trip() -> None:
 def _paged(
     ops: Ops, batch: list[tuple[int, int]], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, Tensor], AttentionMetadata, list[Tensor], list[Tensor]]:
-    """A cache with the sequences' keys and values; the newest tokens go in by kv_write, the others by the device."""
+    """A cache with the sequences' keys and values; kv_write writes the newest tokens, the device the older ones."""
     device = CpuDevice()
     spec = KvTensorSpec("x", (KV_HEADS, SIZE), dtype)
     needed = [-(-length // BLOCK) for _, length in batch]

@@ -1,4 +1,4 @@
-"""What recording asks of torch.cuda, where there is none: the order of calls, and that the real ones take them."""
+"""Recording without a GPU: the order of calls, and that torch.cuda's signatures accept the arguments."""
 
 import inspect
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from kvferry.common.device.graphs import AcceleratorGraphs
 
 
 class Stream:
-    """Notes when it is waited for."""
+    """Logs waits."""
 
     def __init__(self, story: list[str]) -> None:
         self.story = story
@@ -23,7 +23,7 @@ class Stream:
 
 
 class Api:
-    """Of the streams alone."""
+    """The stream context only."""
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
@@ -32,7 +32,7 @@ class Api:
         stream.story.append("off it")
 
 
-def test_a_step_is_done_and_waited_for_before_it_is_recorded() -> None:
+def test_a_step_runs_and_completes_before_it_is_recorded() -> None:
     story: list[str] = []
 
     class Graph:
@@ -50,7 +50,7 @@ def test_a_step_is_done_and_waited_for_before_it_is_recorded() -> None:
     assert graphs.most_tokens == 9
 
 
-def test_cuda_graphs_of_one_recorder_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graphs_of_one_recorder_share_a_memory_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = inspect.signature(torch.cuda.graph), list[dict[str, Any]]()
 
     class CUDAGraph:

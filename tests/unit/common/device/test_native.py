@@ -1,4 +1,4 @@
-"""What the native ops promise beyond the op table: bits that depend on a row alone, in every shape that they take."""
+"""The native ops' guarantees beyond the op table: the bits of a row depend on that row alone, for every shape."""
 
 import math
 import weakref
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import AttentionMetadata, KvTensorSpec
+from kvferry.common.device.base import KvTensorSpec
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.device.cpu_ops import CpuOps
 from kvferry.common.device.native.ops import NativeOps
+from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.models.load import load_model
 from tests.support.cpu_ops import cpu_with, ops_named
 from tests.support.engine_driver import EngineDriver
@@ -23,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 BLOCK = 5
 ROWS = 530
-"""More than two of the blocks that a matmul cuts many rows into, 256 at most."""
+"""More than two blocks of rows, which have at most 256 rows."""
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def paged(
     lengths: list[int], kv_heads: int, size: int, dtype: torch.dtype, fill: float = math.nan
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """A cache with sequences of these lengths in blocks in random order, `fill` elsewhere; and the block tables."""
+    """A cache with sequences of these lengths, blocks in random order, `fill` elsewhere; and the block tables."""
     device = CpuDevice(1)
     spec = KvTensorSpec("x", (kv_heads, size), dtype)
     needed = [-(-length // BLOCK) for length in lengths]
@@ -74,7 +75,7 @@ def step(counts: list[int], lengths: list[int], tables: Tensor) -> AttentionMeta
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), [(33, 20), (16, 7), (1, 1), (960, 576), (70, 1001)])
-def test_a_row_of_a_linear_is_the_same_in_any_company(
+def test_a_row_of_a_linear_does_not_depend_on_the_other_rows(
     ops: NativeOps, threads: int, dtype: torch.dtype, outputs: int, inputs: int
 ) -> None:
     linear = ops.pack_linear(randn(outputs, inputs, dtype=dtype), randn(outputs, seed=1, dtype=dtype))
@@ -87,7 +88,7 @@ def test_a_row_of_a_linear_is_the_same_in_any_company(
         assert torch.equal(linear(x[3 : 3 + count]), together[3 : 3 + count])
 
 
-def test_a_linear_takes_rows_of_a_wider_tensor_and_none(ops: NativeOps) -> None:
+def test_a_linear_takes_strided_and_empty_inputs(ops: NativeOps) -> None:
     linear, x = ops.pack_linear(randn(9, 8)), randn(4, 20)
     assert torch.equal(linear(x[:, 3:11]), linear(x[:, 3:11].contiguous()))
     assert torch.equal(linear(x[:, ::2][:, :8]), linear(x[:, ::2][:, :8].contiguous()))
@@ -104,7 +105,7 @@ def test_a_linear_takes_rows_of_a_wider_tensor_and_none(ops: NativeOps) -> None:
 @pytest.mark.parametrize(
     ("kv_heads", "group", "size"), [(1, 1, 64), (2, 2, 24), (3, 3, 64), (2, 4, 128), (1, 7, 8), (2, 8, 72), (1, 13, 32)]
 )
-def test_attention_of_every_shape(
+def test_attention_for_every_shape(
     ops: NativeOps, dtype: torch.dtype, window: int, kv_heads: int, group: int, size: int
 ) -> None:
     counts, lengths = [1, 1, 40, 3, 1, 200], [1, 129, 40, 260, 300, 211]
@@ -118,7 +119,7 @@ def test_attention_of_every_shape(
 
 
 class BusyLibrary:
-    """The kernels, while another thread begins a step by the same ops before each of them."""
+    """The kernels; before each call, another thread begins a step with the same ops."""
 
     def __init__(self, ops: NativeOps) -> None:
         self._ops, self._library = ops, ops.library
@@ -129,14 +130,14 @@ class BusyLibrary:
         def call(*args: Any) -> None:
             batch = weakref.ref(self._ops._batch)
             self._ops.batch_for(self.other)
-            assert batch() is not None, f"{kernel} would read what was freed"
+            assert batch() is not None, f"{kernel} would read freed memory"
             self.called.append(kernel)
             getattr(self._library, kernel)(*args)
 
         return call
 
 
-def test_a_step_keeps_its_arrays_while_another_thread_begins_one(ops: NativeOps) -> None:
+def test_a_step_keeps_its_arrays_while_another_thread_begins_a_step(ops: NativeOps) -> None:
     cache, tables = paged([4, 9], 2, 16, torch.float32, 0.0)
     meta = step([1, 2], [4, 9], tables)
     busy = BusyLibrary(ops)
@@ -148,7 +149,7 @@ def test_a_step_keeps_its_arrays_while_another_thread_begins_one(ops: NativeOps)
 
 @pytest.mark.parametrize("size", [16, 64, 96])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_the_same_in_any_company_and_any_chunks(
+def test_attention_does_not_depend_on_the_batch_or_on_chunks(
     ops: NativeOps, threads: int, dtype: torch.dtype, size: int
 ) -> None:
     lengths = [300, 17, 260, 129]
@@ -172,7 +173,7 @@ def test_attention_is_the_same_in_any_company_and_any_chunks(
 
 @pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_not_a_number_stays_with_its_sequence(ops: NativeOps, dtype: torch.dtype, size: int) -> None:
+def test_nan_stays_within_its_sequence(ops: NativeOps, dtype: torch.dtype, size: int) -> None:
     lengths = [50, 50, 50]
     cache, tables = paged(lengths, 2, size, dtype)
     cache[0][tables[1, 3]] = math.nan
@@ -199,10 +200,10 @@ def test_activation_and_norm_at_the_ends_of_the_range(ops: NativeOps, dtype: tor
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_layers_in_one_call_are_the_ops_one_by_one(
+def test_fused_layers_equal_the_ops_one_by_one(
     family: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Logits equal bit by bit, with every variation that a layer can have; and layers are reported one by one."""
+    """Bitwise equal for every variation of a layer; layers are reported one by one."""
     settings = {"mistral": {"sliding_window": 9}, "qwen3": {"attention_bias": True, "head_dim": 8}}.get(family, {})
     if family == "llama":
         make_checkpoint(tmp_path, attention_bias=True, mlp_bias=True)
@@ -226,17 +227,17 @@ def test_layers_in_one_call_are_the_ops_one_by_one(
     assert reported == layers + layers
 
 
-def test_layers_of_two_nodes_write_each_its_own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nodes of one process share a model: before each of the first one's kernels the second one computes a step."""
+def test_fused_layers_of_two_nodes_write_their_own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes in one process share a model: before each kernel of the first, the second computes a step."""
     make_checkpoint(tmp_path)
     loaded = load_model(tmp_path, device=cpu_with("native"), dtype="float32", progress=False)
     alone, first, second = (EngineDriver(loaded) for _ in range(3))
     layers = loaded.model._fused  # type: ignore[attr-defined]
-    kernel, company = layers._run, second.add(random_prompt(2, 30))
+    kernel, neighbour = layers._run, second.add(random_prompt(2, 30))
 
     def busy(*args: Any) -> None:
         layers._run = kernel
-        second.step([(company, 3)])
+        second.step([(neighbour, 3)])
         kernel(*args)
         layers._run = busy
 
@@ -247,21 +248,21 @@ def test_layers_of_two_nodes_write_each_its_own_cache(tmp_path: Path, monkeypatc
         driver.step([(sequence, 12)])
         driver.step([(sequence, 8)], lambda _: None)
         found.append((sequence.output, bytes(driver.cache.read(0, 2, sequence.blocks, 0, sequence.computed))))
-    assert company.computed > 0
+    assert neighbour.computed > 0
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_a_sequence_is_the_same_in_any_company(name: str, tmp_path: Path) -> None:
-    """Its KV, bit by bit: alone on one thread, and among others on two, in other blocks and other rows."""
+def test_a_sequence_does_not_depend_on_the_batch(name: str, tmp_path: Path) -> None:
+    """Bitwise equal KV: alone on one thread, and in a batch on two threads, in other blocks and rows."""
     make_checkpoint(tmp_path)
     found = []
     for others, threads in ((0, 1), (5, 2)):
         device = cpu_with("native", threads)
         driver = EngineDriver(load_model(tmp_path, device=device, dtype=name, progress=False), device)  # type: ignore[arg-type]
-        company = [driver.add(random_prompt(10 + seed, 9 * seed + 5)) for seed in range(others)]
+        neighbour = [driver.add(random_prompt(10 + seed, 9 * seed + 5)) for seed in range(others)]
         sequence = driver.add(random_prompt(3, 61))
-        driver.generate([*company, sequence], 15, chunk=20)
+        driver.generate([*neighbour, sequence], 15, chunk=20)
         found.append((sequence.output, bytes(driver.cache.read(0, 2, sequence.blocks, 0, sequence.computed))))
     torch.set_num_threads(1)
     assert found[0] == found[1]

@@ -1,4 +1,4 @@
-"""Building and choosing the native ops: what is missing is said, and then torch's ops are used."""
+"""Building and selecting the native ops: a missing part is reported, and torch's ops are used instead."""
 
 import logging
 import os
@@ -29,14 +29,14 @@ def a_library(cache: Path, content: bytes) -> Path:
     return path
 
 
-def test_the_place_depends_on_sources_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_depends_on_sources_and_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     here = building.library_path()
     assert here == building.library_path()
     monkeypatch.setattr(building, "_cpu", lambda: "flags : another")
     assert building.library_path() != here
 
 
-def test_not_built_means_torch(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_ops_are_used_if_the_library_is_not_built(empty_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvferry.device"):
         assert type(cpu_ops()) is CpuOps
     assert "not built" in caplog.text
@@ -45,7 +45,7 @@ def test_not_built_means_torch(empty_cache: Path, caplog: pytest.LogCaptureFixtu
         cpu_ops("native")
 
 
-def test_a_damaged_library_means_torch(empty_cache: Path) -> None:
+def test_torch_ops_are_used_if_the_library_is_damaged(empty_cache: Path) -> None:
     a_library(empty_cache, b"no library at all")
     probe = probe_native()
     assert probe.ops is None
@@ -53,7 +53,7 @@ def test_a_damaged_library_means_torch(empty_cache: Path) -> None:
     assert type(cpu_ops()) is CpuOps
 
 
-def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_selects_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     ops_named("native")
     monkeypatch.setenv(VARIABLE, "native")
     assert isinstance(cpu_ops(), NativeOps)
@@ -64,7 +64,7 @@ def test_the_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu_ops()
 
 
-def test_without_a_compiler_it_says_so(
+def test_a_missing_compiler_is_reported(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "")
@@ -75,28 +75,28 @@ def test_without_a_compiler_it_says_so(
     assert "slower" in capsys.readouterr().err
 
 
-def test_a_compiler_that_fails_leaves_nothing_behind(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_leaves_no_files(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(building.BuildError, match="failed"):
         building.build()
     assert [path for path in empty_cache.rglob("*") if path.is_file()] == []
 
 
-def test_what_is_built_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_library_is_not_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ops_named("native")
     monkeypatch.setenv("CXX", "false")
     assert building.build() == building.library_path()
 
 
 def a_quick_compiler(directory: Path) -> str:
-    """Makes an empty file of what it is asked for."""
+    """A compiler that writes an empty output file."""
     compiler = directory / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o700)
     return str(compiler)
 
 
-def test_only_the_libraries_used_last_stay(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_most_recently_used_libraries_are_kept(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", a_quick_compiler(empty_cache))
     others = [empty_cache / "native" / f"other-{i}" / "libkvferry.so" for i in range(building.KEPT_LIBRARIES + 1)]
     for i, library in enumerate(others):
@@ -109,7 +109,7 @@ def test_only_the_libraries_used_last_stay(empty_cache: Path, monkeypatch: pytes
     assert [library.exists() for library in others] == [True, False, False, *[True] * (len(others) - 3)]
 
 
-def test_one_that_is_loaded_or_found_again_counts_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_or_finding_a_library_marks_it_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
     ops_named("native")
     place = building.library_path().parent
     for use in (cpu_ops, building.build):

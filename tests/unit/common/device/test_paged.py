@@ -1,4 +1,4 @@
-"""The layout that cuda and npu share: where things lie, and that reading is the inverse of writing."""
+"""The accelerators' paged layout: addresses and alignment, and that reading is the inverse of writing."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_the_tensors_of_a_layer_do_not_overlap():
 
 
 @pytest.mark.parametrize("index", range(2))
-def test_reading_blocks_gives_what_was_written(index):
+def test_reading_blocks_returns_what_was_written(index):
     cache = allocate_paged(SPECS, 4, 16, CPU)[index]
     tokens = torch.randn(32, *SPECS[index].shape_per_token).to(cache.dtype)
     slots = torch.cat((torch.arange(48, 64), torch.arange(16, 32)))
@@ -48,10 +48,10 @@ def test_reading_blocks_gives_what_was_written(index):
 
 
 @pytest.mark.parametrize(("wanted", "given"), [(1, 128), (16, 128), (128, 128), (129, 256), (512, 512)])
-def test_block_sizes_are_rounded_up_to_what_the_kernels_take(wanted, given):
+def test_block_sizes_are_rounded_up_to_what_the_kernels_support(wanted, given):
     assert RULES.block_size(wanted, "npu") == given
 
 
-def test_a_block_size_beyond_the_kernels_is_refused():
-    with pytest.raises(ConfigError, match=r"node.block_size 513 .* npu: .*multiples of 128 up to 512"):
+def test_a_block_size_beyond_the_kernels_limit_is_refused():
+    with pytest.raises(ConfigError, match=r"node.block_size 513 .* npu, .*multiples of 128 up to 512"):
         RULES.block_size(513, "npu")

@@ -1,16 +1,16 @@
-"""Weights in fewer bits: what they stand for, and that the native kernels and torch's multiply by just that."""
+"""Quantised weights: the matrix they represent, and that native and torch kernels multiply by exactly that matrix."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvferry.common.device.base import Linear
+from kvferry.common.device.ops import Linear
 from kvferry.common.device.quantize import INT4_GROUP, WeightScheme, bits_per_weight, quantize
 from tests.support.cpu_ops import ops_named
 
 SCHEMES: list[WeightScheme] = ["int8", "int4", "int8_dynamic"]
 SHAPES = [(33, 20), (16, 7), (1, 1), (96, 576), (70, 1001), (64, 96), (40, 130)]
-"""Whole panels and groups, and tails of both."""
+"""Whole panels and groups, and remainders of both."""
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
 
@@ -24,7 +24,7 @@ def packed(name: str, weight: Tensor, bias: Tensor | None, scheme: WeightScheme)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_weight_is_further_off_than_half_a_step(scheme: WeightScheme) -> None:
+def test_the_error_of_a_weight_is_at_most_half_a_step(scheme: WeightScheme) -> None:
     weight = randn(48, 8 * INT4_GROUP)
     kept = quantize(weight, scheme)
     step = kept.scales.float().repeat_interleave(weight.shape[1] // kept.scales.shape[1], dim=1)
@@ -32,8 +32,8 @@ def test_no_weight_is_further_off_than_half_a_step(scheme: WeightScheme) -> None
     assert ((kept.dequantized() - weight).abs() <= rounding * step).all()
 
 
-def test_sixteen_even_steps_are_kept_as_they_are() -> None:
-    """What a Q4_1 checkpoint holds."""
+def test_sixteen_equal_steps_are_represented_exactly() -> None:
+    """As in a Q4_1 checkpoint."""
     steps = torch.randint(0, 16, (8, 4, INT4_GROUP), generator=torch.Generator().manual_seed(1))
     steps[..., 0], steps[..., 1] = 0, 15
     scale, low = torch.tensor(0.0625), torch.tensor(-0.4375)
@@ -42,7 +42,7 @@ def test_sixteen_even_steps_are_kept_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_rows_of_zeros_and_of_one_value(scheme: WeightScheme) -> None:
+def test_rows_of_zeros_and_of_a_constant(scheme: WeightScheme) -> None:
     weight = torch.zeros(3, INT4_GROUP)
     weight[1] = 2.0
     assert torch.allclose(quantize(weight, scheme).dequantized(), weight, atol=1e-3)
@@ -52,7 +52,7 @@ def test_rows_of_zeros_and_of_one_value(scheme: WeightScheme) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_a_product_is_that_with_the_weights_that_are_kept(
+def test_a_product_uses_exactly_the_dequantised_weights(
     name: str, dtype: torch.dtype, outputs: int, inputs: int, scheme: WeightScheme
 ) -> None:
     weight, bias, x = (
@@ -69,8 +69,8 @@ def test_a_product_is_that_with_the_weights_that_are_kept(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_rounded_rows_are_the_same_rows_natively(dtype: torch.dtype, outputs: int, inputs: int) -> None:
-    """And near the exact product."""
+def test_native_and_torch_round_rows_alike(dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    """Both are also near the exact product."""
     weight, x = randn(outputs, inputs, dtype=dtype), randn(50, inputs, seed=2, dtype=dtype)
     x[3] = 0.0
     native, plain = (packed(name, weight, None, "int8_dynamic")(x).double() for name in ("native", "torch"))
@@ -82,8 +82,8 @@ def test_rounded_rows_are_the_same_rows_natively(dtype: torch.dtype, outputs: in
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("inputs", [160, 1001])
-def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, scheme: WeightScheme, inputs: int) -> None:
-    """Bit by bit: whether its panel was widened for many rows or not, in any block, with any number of threads."""
+def test_a_row_does_not_depend_on_the_other_rows(dtype: torch.dtype, scheme: WeightScheme, inputs: int) -> None:
+    """Bitwise: with or without widened panels, in any block, with any number of threads."""
     linear = packed("native", randn(100, inputs, dtype=dtype), None, scheme)
     x = randn(530, inputs, seed=2, dtype=dtype)
     threads = torch.get_num_threads()
@@ -100,9 +100,7 @@ def test_a_row_is_the_same_in_any_company(dtype: torch.dtype, scheme: WeightSche
 @pytest.mark.parametrize("name", ["native", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_no_number_stays_in_its_row_and_is_seen_there(
-    name: str, dtype: torch.dtype, scheme: WeightScheme
-) -> None:
+def test_nan_and_infinity_affect_exactly_their_own_rows(name: str, dtype: torch.dtype, scheme: WeightScheme) -> None:
     linear = packed(name, randn(20, 96, dtype=dtype), None, scheme)
     x = randn(40, 96, seed=2, dtype=dtype)
     x[2, 5], x[7, 95] = torch.nan, torch.inf
@@ -110,6 +108,6 @@ def test_what_is_no_number_stays_in_its_row_and_is_seen_there(
     assert not linear(x[2:3]).isfinite().any()
 
 
-def test_int4_keeps_what_is_no_whole_group_in_8_bits() -> None:
+def test_int4_falls_back_to_8_bits_for_partial_groups() -> None:
     assert quantize(randn(4, INT4_GROUP + 1), "int4").lows is None
     assert [bits_per_weight(scheme) for scheme in SCHEMES] == [8, 5, 8]

@@ -1,4 +1,4 @@
-"""The plain ops on the paged layout, against attention and norms written out another way."""
+"""The plain ops on the paged layout, against independent implementations of attention and norms."""
 
 import math
 
@@ -14,7 +14,7 @@ SCALE = 0.2
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers() -> None:
+def _seed() -> None:
     torch.manual_seed(1)
 
 
@@ -47,7 +47,7 @@ def test_paged_attention_equals_dense(lengths, new, heads, kv_heads):
 
 @pytest.mark.parametrize("new", [(1, 1), (1, 9), (7, 9)])
 def test_old_data_beyond_a_sequence_does_not_spread(new):
-    """A failed request may leave not-a-numbers in blocks that another then holds."""
+    """A failed request may leave NaN in blocks that another request then uses."""
     batch = make_ragged_batch((20, 9), new, size=16, block_size=16, fill=math.nan)
     torch.testing.assert_close(attended(batch), expected(batch, new), rtol=1e-4, atol=1e-5)
 
@@ -71,7 +71,7 @@ def test_add_rms_norm_is_the_sum_and_its_norm():
     torch.testing.assert_close(normalised, torch.nn.functional.rms_norm(x + residual, (32,), weight, 1e-5))
 
 
-def test_rotary_turns_each_pair_by_its_angle():
+def test_rotary_rotates_each_pair_by_its_angle():
     angles = torch.rand(5, 4) * 6
     both = torch.cat((angles, angles), -1)
     query, key = torch.randn(5, 3, 8), torch.randn(5, 1, 8)

@@ -1,4 +1,4 @@
-"""Sliding windows, latent attention, experts and per-head matmuls of all op tables, against loops in float64."""
+"""Sliding windows, latent attention, experts and per-head matmuls of every op table, against loops in float64."""
 
 import math
 
@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvferry.common.device import cpu_attention
-from kvferry.common.device.base import AttentionMetadata, Device, KvTensorSpec
+from kvferry.common.device.base import Device, KvTensorSpec
 from kvferry.common.device.cpu import CpuDevice
+from kvferry.common.device.ops import AttentionMetadata
 from tests.support.cpu_ops import OP_SETS, cpu_with
 from tests.support.paged_device import PagedDevice
 
@@ -36,7 +37,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 def paged(
     device: Device, batch: list[tuple[int, int]], specs: tuple[KvTensorSpec, KvTensorSpec], fill: float = math.nan
 ) -> tuple[tuple[Tensor, Tensor], AttentionMetadata, list[tuple[Tensor, Tensor]]]:
-    """A cache with all tokens of the sequences, in blocks in random order, `fill` elsewhere; and those tokens."""
+    """A cache with all tokens of the sequences, blocks in random order, `fill` elsewhere; and those tokens."""
     needed = [-(-length // BLOCK) for _, length in batch]
     order = torch.randperm(sum(needed) + 3, generator=torch.Generator().manual_seed(1))
     first, second = device.allocate_layer_cache(specs, len(order), BLOCK)
@@ -88,7 +89,7 @@ def plain(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [1, 10, 1000])
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_window_hides_what_is_older(device: Device, name: str, window: int, dtype: torch.dtype) -> None:
+def test_a_window_hides_older_positions(device: Device, name: str, window: int, dtype: torch.dtype) -> None:
     spec = KvTensorSpec("x", (KV_HEADS, SIZE), dtype)
     cache, meta, contents = paged(device, BATCHES[name], (spec, spec))
     query = randn(meta.query_start_loc[-1], HEADS, SIZE, seed=7, dtype=dtype)
@@ -99,18 +100,18 @@ def test_a_window_hides_what_is_older(device: Device, name: str, window: int, dt
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_window_by_plain_matmuls(name: str) -> None:
+def test_a_window_with_plain_matmuls(name: str) -> None:
     """The path of CPUs with bfloat16 instructions."""
     spec = KvTensorSpec("x", (KV_HEADS, SIZE), torch.bfloat16)
     cache, meta, contents = paged(CpuDevice(1), BATCHES[name], (spec, spec))
     query = randn(meta.query_start_loc[-1], HEADS, SIZE, seed=7, dtype=torch.bfloat16)
-    plan = cpu_attention.make_plan(meta, KV_HEADS, cpu_attention.BMM_ROWS, window=9)
-    got = cpu_attention.attend(plan, query, cache, 0.4, torch.bfloat16).double()
+    layout = cpu_attention.lay_out(meta, KV_HEADS, cpu_attention.BMM_ROWS, window=9)
+    got = cpu_attention.attend(layout, query, cache, 0.4, torch.bfloat16).double()
     assert torch.allclose(got, plain(BATCHES[name], query, contents, 0.4, 9).flatten(1), atol=3e-2)
 
 
 def test_blocks_before_the_window_are_not_read(device: Device) -> None:
-    """They may be given away: rubbish there changes nothing."""
+    """They may be freed: their contents must not affect the result."""
     batch, window = [(1, 30), (5, 41), (1, 22)], 6
     spec = KvTensorSpec("x", (KV_HEADS, SIZE), torch.float32)
     cache, meta, _ = paged(device, batch, (spec, spec))
@@ -164,7 +165,7 @@ def test_per_head(device: Device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_experts(device: Device, dtype: torch.dtype, tokens: int) -> None:
-    """The last expert is chosen by nobody."""
+    """No token chooses the last expert."""
     gate_ups = [randn(2 * 6, 10, seed=expert, dtype=dtype) for expert in range(5)]
     downs = [randn(10, 6, seed=30 + expert, dtype=dtype) for expert in range(5)]
     x = randn(tokens, 10, seed=60, dtype=dtype)

@@ -11,7 +11,7 @@ from kvferry.common.cluster.events import (
     Event,
     LayersDone,
     StepDone,
-    StepGoesOn,
+    StepProgressed,
 )
 from kvferry.common.engine.engine_thread import (
     PROGRESS_INTERVAL_S,
@@ -107,7 +107,7 @@ CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),)
 def test_a_long_step_posts_its_progress_but_not_for_every_layer(intervals: float, events: int):
     """Each layer takes so many intervals. ADR 0027."""
     _, posted = run_slow(intervals * PROGRESS_INTERVAL_S, DECODE[0])
-    assert posted == [*[StepGoesOn()] * events, StepDone(StepResult(1))]
+    assert posted == [*[StepProgressed()] * events, StepDone(StepResult(1))]
 
 
 def test_steps_after_a_short_one_have_no_layer_callback_unless_they_have_a_prompt():

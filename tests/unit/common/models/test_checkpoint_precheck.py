@@ -1,4 +1,4 @@
-"""A path that cannot be a model is told from its head alone, in one line, and without torch."""
+"""The precheck refuses a path that cannot be a model by reading headers only: one line of text, without torch."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def refusal(path: Path) -> str:
     return text
 
 
-def test_models_pass(tmp_path: Path) -> None:
+def test_complete_models_pass(tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path / "hf", num_hidden_layers=1)
     check_model_files(tmp_path / "hf")
     write_gguf(tmp_path / "m.gguf", reference)
@@ -46,13 +46,13 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"root:x:0:0:root:/root:/bin/bash\n"])
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "passwd"
     file.write_bytes(content)
     assert refusal(file) == f"{file} is not a GGUF file; expected a GGUF file or a HuggingFace directory"
 
 
-def test_a_gguf_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_gguf_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF" + struct.pack("<I", 9))
     assert refusal(file) == f"{file} cannot be read as GGUF: version 9; known are 2, 3"
@@ -61,7 +61,7 @@ def test_a_gguf_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     assert "GGUF architecture 'grok' is not supported; known are llama" in refusal(file)
 
 
-def test_a_gguf_that_is_cut_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_gguf_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     write_gguf(file, make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
     whole = file.read_bytes()
@@ -69,11 +69,11 @@ def test_a_gguf_that_is_cut_is_refused(tmp_path: Path) -> None:
     file.write_bytes(whole[:needed])
     check_model_files(file)
     file.write_bytes(whole[: needed - 1])
-    said = f"{file} ends at {needed - 1} bytes where its tensors need {needed}: is it a whole copy?"
-    assert refusal(file) == said
+    expected = f"{file} has {needed - 1} bytes but its tensors need {needed}: the copy is incomplete"
+    assert refusal(file) == expected
 
 
-def test_safetensors_that_are_cut_are_refused(tmp_path: Path) -> None:
+def test_truncated_safetensors_are_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, num_hidden_layers=1)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
@@ -83,10 +83,11 @@ def test_safetensors_that_are_cut_are_refused(tmp_path: Path) -> None:
 
 
 def test_torch_is_not_loaded(tmp_path: Path) -> None:
-    """Whatever the model is: the launcher stays light."""
+    """For every kind of checkpoint: the launcher must start without torch."""
     write_gguf(tmp_path / "m.gguf", make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
     code = (
-        "import sys; from pathlib import Path; from kvferry.common.models.checkpoint_precheck import check_model_files; "
+        "import sys; from pathlib import Path; "
+        "from kvferry.common.models.checkpoint_precheck import check_model_files; "
         "[check_model_files(Path(path)) for path in sys.argv[1:]]; print('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "m.gguf"), str(tmp_path / "hf")]

@@ -1,4 +1,4 @@
-"""Checkpoint settings: what is read, and what is refused by name because it would change results."""
+"""Checkpoint settings: which are read, and which are refused by name because they would change results."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def change(path: Path, name: str = "config.json", **changes: Any) -> None:
-    """Set keys of a JSON file; None as a value is written as null."""
+    """Set keys of a JSON file; a value of None is written as null."""
     file = path / name
     values = orjson.loads(file.read_bytes()) if file.exists() else {}
     file.write_bytes(orjson.dumps({**values, **changes}))
@@ -58,7 +58,9 @@ def load(path: Path, **options: Any) -> LoadedModel:
         ({"mlp_bias": True}, "no tensor model.layers.0.mlp.gate_proj.bias"),
     ],
 )
-def test_what_would_change_results_is_refused_by_name(checkpoint: Path, changes: dict[str, Any], named: str) -> None:
+def test_a_setting_that_would_change_results_is_refused_by_name(
+    checkpoint: Path, changes: dict[str, Any], named: str
+) -> None:
     change(checkpoint, **changes)
     with pytest.raises(ModelLoadError, match=named):
         load(checkpoint)
@@ -66,12 +68,12 @@ def test_what_would_change_results_is_refused_by_name(checkpoint: Path, changes:
 
 @pytest.mark.parametrize("name", ["sliding_window", "quantization_config", "something_else"])
 @pytest.mark.parametrize("value", [None, False, [], {}])
-def test_a_setting_that_says_nothing_is_fine(checkpoint: Path, name: str, value: Any) -> None:
+def test_an_unknown_setting_without_a_value_is_accepted(checkpoint: Path, name: str, value: Any) -> None:
     change(checkpoint, **{name: value})
     assert read_hf_config(checkpoint).hidden_size == 48
 
 
-def test_a_tensor_left_over_is_refused(checkpoint: Path) -> None:
+def test_a_left_over_tensor_is_refused(checkpoint: Path) -> None:
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}, file)
@@ -79,7 +81,7 @@ def test_a_tensor_left_over_is_refused(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_tensors_that_can_be_computed_or_are_copies_may_be_there(tmp_path: Path) -> None:
+def test_redundant_tensors_are_accepted(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, num_hidden_layers=1, tie_word_embeddings=True)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -113,7 +115,7 @@ def test_shard_names_may_not_leave_the_directory(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_defaults_of_generation(checkpoint: Path) -> None:
+def test_generation_defaults(checkpoint: Path) -> None:
     change(checkpoint, eos_token_id=5, bos_token_id=1)
     config = read_hf_config(checkpoint)
     assert (config.eos_token_ids, config.default_top_k, config.default_do_sample) == ((5,), 1000, False)
@@ -126,23 +128,23 @@ def test_defaults_of_generation(checkpoint: Path) -> None:
     assert info.tokenizer_path == ""
 
 
-def test_dtype_is_the_checkpoints_own_unless_asked(checkpoint: Path) -> None:
+def test_dtype_defaults_to_the_checkpoints_own(checkpoint: Path) -> None:
     assert load(checkpoint).dtype == torch.float32
     assert load(checkpoint, dtype="bfloat16").kv_specs[0].dtype == torch.bfloat16
     change(checkpoint, dtype="bfloat16")
     assert load(checkpoint).dtype == torch.bfloat16
     change(checkpoint, dtype="float16")
-    with pytest.raises(ModelLoadError, match="give float32 or bfloat16"):
+    with pytest.raises(ModelLoadError, match="set float32 or bfloat16"):
         load(checkpoint)
 
 
 @pytest.mark.parametrize("length", [0, 513])
-def test_a_length_beyond_the_models_is_refused(checkpoint: Path, length: int) -> None:
+def test_a_length_beyond_the_models_limit_is_refused(checkpoint: Path, length: int) -> None:
     with pytest.raises(ModelLoadError, match="1 to 512"):
         load(checkpoint, max_model_len=length)
 
 
-def test_identity_is_of_content_not_of_place(tmp_path: Path) -> None:
+def test_identity_depends_on_content_not_on_path(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "elsewhere" / "two"
     make_checkpoint(one, num_hidden_layers=1)
     make_checkpoint(other, num_hidden_layers=1)
@@ -157,7 +159,7 @@ def test_identity_is_of_content_not_of_place(tmp_path: Path) -> None:
     assert load(one).identity != identity
 
 
-def test_progress_goes_to_stderr_when_wanted(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_stderr_if_enabled(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load(checkpoint)
     assert capsys.readouterr() == ("", "")
     load_model(checkpoint, device=CpuDevice(1), progress=True)

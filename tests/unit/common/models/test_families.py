@@ -1,4 +1,4 @@
-"""Greedy tokens of small random checkpoints equal those of transformers, for every variation of every family."""
+"""Small random checkpoints of every family and variation generate the same greedy tokens as transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ NEW_TOKENS = 8
 
 @pytest.mark.parametrize("name", VARIATIONS)
 def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
-    """In one batch on each op table: chunks of 7, whole prompts, chunks of 9."""
+    """One batch per op table: chunks of 7, whole prompts, chunks of 9."""
     reference = make_family_checkpoint(tmp_path, VARIATIONS[name][0], **VARIATIONS[name][1])
     prompts = [random_prompt(length, length) for length in LENGTHS]
     devices: list[tuple[Device, int]] = [(CpuDevice(1), 7), (PagedDevice(), 1 << 30)]
@@ -76,17 +76,17 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
         outputs = [sequence.output for sequence in sequences]
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output == greedy_after(reference, prompt, output), (type(device.ops).__name__, chunk)
-        assert len({tuple(output) for output in outputs}) == len(outputs), "it says the same whatever it is asked"
+        assert len({tuple(output) for output in outputs}) == len(outputs), "the output does not depend on the prompt"
 
 
-ELSEWHERE = ["mistral_window", "qwen2", "qwen3_moe", "deepseek_v2_groups", "deepseek_v3_yarn"]
-"""One of each kind of cache and attention."""
+CACHE_KINDS = ["mistral_window", "qwen2", "qwen3_moe", "deepseek_v2_groups", "deepseek_v3_yarn"]
+"""One variation for each kind of cache and attention."""
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", CACHE_KINDS)
 @pytest.mark.parametrize("cached", [0, 8])
-def test_decoding_goes_on_in_another_cache(name: str, cached: int, tmp_path: Path) -> None:
-    """Computed here, ferried layers out of order to blocks of another size and another layout, decoded there."""
+def test_decoding_continues_in_another_cache(name: str, cached: int, tmp_path: Path) -> None:
+    """Prefill in one cache, transfer the layers out of order to another block size and layout, decode there."""
     reference = make_family_checkpoint(tmp_path, VARIATIONS[name][0], **VARIATIONS[name][1])
     prompt = random_prompt(8, 37)
     wanted = reference_tokens(reference, prompt, NEW_TOKENS)
@@ -110,8 +110,8 @@ def test_decoding_goes_on_in_another_cache(name: str, cached: int, tmp_path: Pat
     assert target.output == wanted
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_prefix_that_another_computed_serves_in_a_crowd(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CACHE_KINDS)
+def test_a_shared_prefix_serves_several_sequences_in_a_batch(name: str, tmp_path: Path) -> None:
     reference = make_family_checkpoint(tmp_path, VARIATIONS[name][0], **VARIATIONS[name][1])
     driver = EngineDriver(load_model(tmp_path, device=CpuDevice(1), progress=False))
     common = random_prompt(1, 24)
@@ -126,9 +126,9 @@ def test_a_prefix_that_another_computed_serves_in_a_crowd(name: str, tmp_path: P
         assert sequence.output == reference_tokens(reference, prompt, NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", CACHE_KINDS)
 def test_bfloat16_differs_at_near_ties_only(name: str, tmp_path: Path) -> None:
-    """The first token that differs from float32's is nearly as good in float32."""
+    """The first token that differs from float32's has nearly the best logit in float32."""
     family, changes = VARIATIONS[name]
     reference = make_family_checkpoint(tmp_path, family, **{**changes, "initializer_range": 0.1})
     driver = EngineDriver(load_model(tmp_path, device=CpuDevice(1), dtype="bfloat16", progress=False))
@@ -145,4 +145,4 @@ def test_bfloat16_differs_at_near_ties_only(name: str, tmp_path: Path) -> None:
             with torch.inference_mode():
                 logits = reference(torch.tensor([prompt + wanted[:at]])).logits[0, -1]
             assert logits.max() - logits[sequence.output[at]] < 0.05 * (logits.max() - logits.min())
-    assert equal, "no sequence is equal as a whole"
+    assert equal, "no sequence is entirely equal"

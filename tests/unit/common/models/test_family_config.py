@@ -1,4 +1,4 @@
-"""Settings of each family: what is read, and what is refused by name because it would change results."""
+"""Settings of each family: which are read, and which are refused by name because they would change results."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.common.base.errors import ModelLoadError
 from kvferry.common.device.cpu import CpuDevice
-from kvferry.common.models.architectures import known_architectures
 from kvferry.common.models.config import TransformerConfig
+from kvferry.common.models.decoder import DecoderModel
 from kvferry.common.models.load import load_model, read_hf_config
-from kvferry.common.models.registry import family
+from kvferry.common.models.registry import FAMILIES, family, known_architectures
 from tests.support.tiny_families import CONFIGS, make_family_checkpoint
 
 ARCHITECTURES = (
@@ -29,7 +29,7 @@ ARCHITECTURES = (
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One saved model of each family."""
+    """One saved model per family."""
     root = tmp_path_factory.mktemp("families")
     for name in CONFIGS:
         make_family_checkpoint(root / name, name)
@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def read(original: Path, directory: Path, **changes: Any) -> TransformerConfig:
-    """The configuration with some settings changed; `...` as a value removes one."""
+    """The configuration with some settings changed; a value of `...` removes the setting."""
     values = {**orjson.loads((original / "config.json").read_bytes()), **changes}
     values = {name: value for name, value in values.items() if value is not ...}
     (directory / "config.json").write_bytes(orjson.dumps(values))
@@ -46,10 +46,25 @@ def read(original: Path, directory: Path, **changes: Any) -> TransformerConfig:
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:
     assert known_architectures() == ARCHITECTURES
-    assert all(family(architecture).model for architecture in ARCHITECTURES)
     with pytest.raises(ModelLoadError) as caught:
         family("GrokForCausalLM")
     assert str(caught.value) == f"architecture GrokForCausalLM is not supported; known are {', '.join(ARCHITECTURES)}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_registered_family_loads(architecture: str) -> None:
+    found = family(architecture)
+    assert issubclass(found.model, DecoderModel)
+    assert callable(found.read_config)
+
+
+def test_one_line_registers_a_family(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "MadeUpForCausalLM", "kvferry.common.models.qwen2:FAMILY")
+    config = read(checkpoints["qwen2"], tmp_path, architectures=["MadeUpForCausalLM"])
+    assert config.architecture == "MadeUpForCausalLM"
+    assert "MadeUpForCausalLM" in known_architectures()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -128,7 +143,7 @@ def test_refused_in_one_family(
         read(checkpoints[name], tmp_path, **changes)
 
 
-def test_windows_as_the_families_say_them(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_windows_follow_each_familys_rules(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     mistral, qwen = checkpoints["mistral"], checkpoints["qwen2"]
     assert read(mistral, tmp_path, sliding_window=None).windows == ()
     assert read(mistral, tmp_path, sliding_window=...).windows == (4096,) * 3
@@ -141,10 +156,10 @@ def test_windows_as_the_families_say_them(checkpoints: dict[str, Path], tmp_path
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("first", [0, 1, 2, 3, 9])
-def test_layers_with_a_window_are_those_of_the_library(
+def test_layers_with_a_window_match_transformers(
     name: str, first: int, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Files as published have no layer types, those that the library writes always do."""
+    """Published files have no layer types; files written by transformers always do."""
     used = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": first}
     config = read(checkpoints[name], tmp_path, **used, layer_types=...)
     library: Any = CONFIGS[name][0]
@@ -152,8 +167,8 @@ def test_layers_with_a_window_are_those_of_the_library(
     assert [config.window(layer) == 12 for layer in range(3)] == [kind == "sliding_attention" for kind in kinds]
 
 
-def test_published_settings_that_change_nothing_are_fine(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Names that stand in published files and that the library does not write."""
+def test_published_settings_without_effect_are_accepted(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Settings of published files that transformers does not write."""
     remote = {
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
         "head_dim": ...,
@@ -173,7 +188,7 @@ def test_published_settings_that_change_nothing_are_fine(checkpoints: dict[str, 
     assert (moe.num_experts, moe.layers) == (6, (0, 1, 2))
 
 
-def test_layers_for_several_tokens_at_once_are_not_loaded(tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_not_loaded(tmp_path: Path) -> None:
     make_family_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=1, num_mtp_layers=1)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -185,7 +200,7 @@ def test_layers_for_several_tokens_at_once_are_not_loaded(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_tensor_left_over_is_refused(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_left_over_tensor_is_refused(name: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     source = checkpoints[name]
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     tensors = load_file(source / "model.safetensors")
@@ -194,7 +209,7 @@ def test_a_tensor_left_over_is_refused(name: str, checkpoints: dict[str, Path], 
         load_model(tmp_path, device=CpuDevice(1), progress=False)
 
 
-def test_what_decides_the_logits_is_in_the_digest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_settings_that_determine_the_logits_are_in_the_digest(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     changes: list[tuple[str, dict[str, Any]]] = [
         ("mistral", {"sliding_window": 12}),
         ("qwen3_moe", {"norm_topk_prob": True}),

@@ -1,4 +1,4 @@
-"""GGUF files: the same tokens as the model they were written from, and refusals by name."""
+"""GGUF files: the same tokens as the model they were written from; refusals name the key."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def outputs(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3"])
-def test_tokens_equal_those_of_the_model_it_was_written_from(tied: bool, rope: str, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_the_source_model(tied: bool, rope: str, tmp_path: Path) -> None:
     metadata: dict[str, Any] = {}
     factors = None
     parameters: dict[str, Any] = {"rope_type": rope, "rope_theta": 500.0}
@@ -62,7 +62,7 @@ def test_tokens_equal_those_of_the_model_it_was_written_from(tied: bool, rope: s
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_other_families(family: str, tied: bool, tmp_path: Path) -> None:
-    """Qwen2 with its biases, Qwen3 with its norms of heads; neither has its rows shuffled."""
+    """Qwen2 with its biases, Qwen3 with its head norms; neither has reordered rows."""
     parameters = {"rope_type": "default", "rope_theta": 500.0}
     reference = make_family_checkpoint(tmp_path / "hf", family, tie_word_embeddings=tied, rope_parameters=parameters)
     path = tmp_path / "m.gguf"
@@ -71,7 +71,7 @@ def test_other_families(family: str, tied: bool, tmp_path: Path) -> None:
     assert outputs(path, prompts) == [reference_tokens(reference, prompt, 10) for prompt in prompts]
 
 
-def test_a_family_that_is_served_from_directories_only_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_gguf_architecture_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, make_family_checkpoint(tmp_path / "hf", "qwen3", num_hidden_layers=1))
     path.write_bytes(path.read_bytes().replace(b"qwen3", b"gemma"))
@@ -140,7 +140,7 @@ def test_refused_by_name(metadata: dict[str, Any], named: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("keep", [0, 3, 10, 100, 5000])
-def test_a_file_that_ends_too_early_is_a_load_error(keep: int, tmp_path: Path) -> None:
+def test_a_truncated_file_is_a_load_error(keep: int, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
     path.write_bytes(path.read_bytes()[:keep])
@@ -148,7 +148,7 @@ def test_a_file_that_ends_too_early_is_a_load_error(keep: int, tmp_path: Path) -
         load_model(path, device=CpuDevice(1), progress=False)
 
 
-def test_weights_that_end_too_early_are_a_load_error(tmp_path: Path) -> None:
+def test_truncated_weights_are_a_load_error(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
     path.write_bytes(path.read_bytes()[:-4000])
@@ -156,8 +156,8 @@ def test_weights_that_end_too_early_are_a_load_error(tmp_path: Path) -> None:
         load_model(path, device=CpuDevice(1), progress=False)
 
 
-def test_a_part_of_a_tensor_is_what_the_whole_one_has_there(tmp_path: Path) -> None:
-    """Rows in llama.cpp's order too: a part is of whole heads."""
+def test_a_part_equals_the_same_slice_of_the_whole_tensor(tmp_path: Path) -> None:
+    """Includes rows in llama.cpp's order: a part consists of whole heads."""
     path = tmp_path / "m.gguf"
     write_gguf(path, make_checkpoint(tmp_path / "hf", num_key_value_heads=3))
     header = read_gguf_header(path)

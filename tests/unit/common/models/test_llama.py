@@ -1,4 +1,4 @@
-"""Greedy tokens of small random Llama checkpoints equal those of transformers, for every variation of the family."""
+"""Small random Llama checkpoints of every variation generate the same greedy tokens as transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,12 @@ def test_greedy_tokens_equal_transformers(device: CpuDevice, name: str, chunk: i
     driver.generate(sequences, NEW_TOKENS, chunk)
     wanted = [reference_tokens(reference, prompt, NEW_TOKENS) for prompt in prompts]
     assert [sequence.output for sequence in sequences] == wanted
-    assert len({tuple(tokens) for tokens in wanted}) == len(wanted), "the reference says the same whatever it is asked"
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted), (
+        "the reference's output does not depend on the prompt"
+    )
 
 
-def test_shards_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
+def test_sharded_files_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
     whole, shards = tmp_path / "whole", tmp_path / "shards"
     make_checkpoint(whole)
     make_checkpoint(shards, max_shard_size="60KB")
@@ -71,8 +73,8 @@ def test_shards_give_the_same_tokens_as_one_file(tmp_path: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_settings_before_transformers_5_are_read_alike(tmp_path: Path) -> None:
-    """`rope_scaling` with `rope_theta` beside it, and `torch_dtype`, say the same as the newer names."""
+def test_setting_names_before_transformers_5_are_read(tmp_path: Path) -> None:
+    """`rope_theta` with `rope_scaling`, and `torch_dtype`, mean the same as the newer names."""
     reference = make_checkpoint(tmp_path, rope_parameters=LLAMA3)
     path = tmp_path / "config.json"
     config = orjson.loads(path.read_bytes())
@@ -89,7 +91,7 @@ def test_settings_before_transformers_5_are_read_alike(tmp_path: Path) -> None:
 
 
 def test_bfloat16_stays_near_float32(device: CpuDevice, tmp_path: Path) -> None:
-    """The first token of the 16-bit run is among the best of the 32-bit reference."""
+    """The first token of the bfloat16 run has nearly the best logit of the float32 reference."""
     reference = make_checkpoint(tmp_path, initializer_range=0.1)
     driver = EngineDriver(load_model(tmp_path, device=device, dtype="bfloat16", progress=False))
     prompts = [random_prompt(seed, 30) for seed in range(5)]

@@ -1,4 +1,4 @@
-"""Packed weights in a file: written once, mapped by the next, never seen half, and no reason not to start."""
+"""The packed weight file: written once, mapped by later loads, never visible half-written, and never fatal."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ PATTERN = torch.arange(10_000, dtype=torch.int64).remainder(251).to(torch.uint8)
 
 
 def fill(path: Path, names: tuple[str, ...] = ("a", "b")) -> list[Tensor]:
-    """What the store hands out, filled where it was not; says in `filled` which were."""
+    """Take memory from the store and fill it; `filled()` reports which entries were already filled."""
     with open_store(path) as store:
         taken = [store.take(name, len(PATTERN)) for name in names]
         for memory, is_filled in taken:
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "dir" / "x.kvpacked"
 
 
-def test_the_next_one_maps_what_the_first_one_packed(path: Path) -> None:
+def test_a_second_load_maps_what_the_first_packed(path: Path) -> None:
     first = fill(path)
     assert filled() == [False, False]
     second = fill(path)
@@ -58,7 +58,7 @@ def test_the_next_one_maps_what_the_first_one_packed(path: Path) -> None:
     assert {file.name for file in path.parent.iterdir()} == {"x.kvpacked", "x.lock"}
 
 
-def test_what_another_model_would_ask_for_is_not_taken(path: Path) -> None:
+def test_entries_of_another_name_or_size_are_not_reused(path: Path) -> None:
     fill(path)
     with open_store(path) as store:
         assert store.take("a", 17)[1] is False
@@ -67,7 +67,7 @@ def test_what_another_model_would_ask_for_is_not_taken(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "foreign"])
-def test_a_damaged_file_is_written_anew(path: Path, damage: str) -> None:
+def test_a_damaged_file_is_written_again(path: Path, damage: str) -> None:
     fill(path)
     data = bytearray(path.read_bytes())
     if damage == "changed":
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_written_anew(path: Path, damage: str) -> None:
     assert filled() == [True, True]
 
 
-def test_a_load_that_fails_leaves_nothing(path: Path) -> None:
+def test_a_failed_load_leaves_no_file(path: Path) -> None:
     def load() -> None:
         with open_store(path) as store:
             store.take("a", 100)
@@ -91,7 +91,7 @@ def test_a_load_that_fails_leaves_nothing(path: Path) -> None:
     assert {file.name for file in path.parent.iterdir()} == {"x.lock"}
 
 
-def test_a_full_disk_is_noticed_before_the_memory_is_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_detected_before_the_memory_is_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.posix_fallocate
     calls = []
 
@@ -109,7 +109,7 @@ def test_a_full_disk_is_noticed_before_the_memory_is_used(path: Path, monkeypatc
     assert {file.name for file in path.parent.iterdir()} == {"x.lock"}
 
 
-def test_many_parts_cost_one_descriptor(path: Path) -> None:
+def test_many_entries_need_one_file_descriptor(path: Path) -> None:
     before = num_fds()
     first = fill(path, tuple(f"part {number}" for number in range(40)))
     assert num_fds() <= before + 1
@@ -119,17 +119,17 @@ def test_many_parts_cost_one_descriptor(path: Path) -> None:
     assert all(torch.equal(memory, PATTERN) for memory in (*first, *second))
 
 
-def test_nothing_is_kept_of_nothing(path: Path) -> None:
+def test_an_empty_store_leaves_no_file(path: Path) -> None:
     fill(path, ())
     assert not path.exists()
 
 
-def test_a_directory_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_does_not_fail_the_load(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert all(torch.equal(memory, PATTERN) for memory in fill(tmp_path / "file" / "x.kvpacked"))
 
 
-def test_one_that_comes_meanwhile_waits_and_then_maps(path: Path) -> None:
+def test_a_concurrent_load_waits_and_then_maps(path: Path) -> None:
     opened, results = threading.Event(), []
 
     def second() -> None:
@@ -151,7 +151,7 @@ def test_one_that_comes_meanwhile_waits_and_then_maps(path: Path) -> None:
     assert torch.equal(memory, PATTERN)
 
 
-def test_one_that_waits_too_long_packs_for_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_waits_too_long_packs_into_its_own_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_store, "WAIT_S", 0.05)
     with open_store(path) as first:
         first.take("a", 5)
@@ -182,14 +182,14 @@ def tokens_of(loaded: LoadedModel, device: CpuDevice) -> list[int]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}])
-def test_a_model_from_packed_weights_says_the_same(
+def test_a_model_from_packed_weights_generates_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: DtypeName, changes: dict[str, Any]
 ) -> None:
     native = probe_native()
     if native.ops is None:
         pytest.skip(native.detail)
     make_checkpoint(tmp_path / "model", **changes)
-    monkeypatch.setattr(load, "_LEAST_KEPT_BYTES", 0)
+    monkeypatch.setattr(load, "_LEAST_STORED_BYTES", 0)
     read: list[str] = []
     real = HfWeights.get
 

@@ -1,4 +1,4 @@
-"""Whole models with weights in fewer bits: every kind of layer takes them, memory shrinks, accuracy is told."""
+"""Whole models with quantised weights: every kind of layer supports them, and `bench perplexity` measures the loss."""
 
 import hashlib
 from pathlib import Path
@@ -48,15 +48,15 @@ def test_native_and_torch_give_the_same_tokens(checkpoint: Path, scheme: WeightS
     assert len(outputs[0]) == 8
 
 
-def test_fewer_bits_are_another_model(checkpoint: Path) -> None:
-    """So that Hello refuses a node whose tokens would differ."""
+def test_quantisation_changes_the_identity(checkpoint: Path) -> None:
+    """So Hello refuses a node whose tokens would differ."""
     device = cpu_with("torch")
     identities = {loaded(checkpoint, device, scheme).identity for scheme in (None, *SCHEMES)}
     assert len(identities) == 1 + len(SCHEMES)
 
 
 def test_perplexity_of_a_small_model(tmp_path: Path) -> None:
-    """With full weights it is that of transformers; rounding changes it by little."""
+    """Equals that of transformers with full weights; quantisation changes it little."""
     model = make_checkpoint(tmp_path / "m")
     ids = random_prompt(9, 300)
     report = run_perplexity(tmp_path / "m", cpu_with("native"), "float32", ("random", ids), 128, progress=False)
@@ -72,13 +72,13 @@ def test_perplexity_of_a_small_model(tmp_path: Path) -> None:
         assert 0 < abs(result.over_full) < 0.2
 
 
-def test_the_text_of_perplexity_is_the_one_that_the_published_figures_are_of() -> None:
-    """Who changes it must measure the table of ops/docs/bench.md anew."""
+def test_the_perplexity_text_is_the_one_of_the_published_figures() -> None:
+    """If you change the text, measure the table in ops/docs/bench.md again."""
     digest = hashlib.sha256(DEFAULT_TEXT.read_bytes()).hexdigest()
     assert digest == "c4f3b3a0718acddd7912a57a8ec54a1417ca8e47a05e68cf93ab06dc14c9e482"
 
 
-def test_perplexity_refuses_what_it_cannot_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_perplexity_refuses_missing_models_and_bad_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     for words, said in (
         (["--model", str(tmp_path / "none")], "none is not there"),

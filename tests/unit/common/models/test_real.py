@@ -1,7 +1,7 @@
-"""The small real model, from its GGUF, against transformers reading the same file by itself: token for token.
+"""The small real model from its GGUF file against transformers, which reads the same file: token for token.
 
-The reference is asked once for each prompt, with our tokens behind it: where every one of them is its arg-max, its own
-greedy generation is the same sequence.
+The reference runs once per prompt, on the prompt plus our tokens: if each of them is its arg-max, its own greedy
+generation is the same sequence.
 """
 
 import random
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 NEW_TOKENS = 12
 NEAR_TIE = 0.5
 SENTENCES = (
-    "The harbour was quiet before the ferries came in.",
+    "The harbour was quiet before the boats came in.",
     "def area(radius): return 3.14159 * radius ** 2",
     "Water boils at 100 degrees, and at 71 on the highest mountain.",
     "Ein Zug fährt um 7:45 Uhr nach Köln.",
@@ -41,13 +41,13 @@ LENGTHS = (1, 1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 17, 24, 31, 32, 33, 40, 48, 50, 6
 
 @dataclass
 class Oracle:
-    """transformers' model, and what it said so far."""
+    """transformers' model, with a cache of its results."""
 
     model: LlamaForCausalLM
     known: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, float]]] = field(default_factory=dict)
 
     def differences(self, prompt: list[int], output: list[int]) -> list[tuple[int, float]]:
-        """(index, margin) where an output token is not the arg-max; margin: its best logit less the second best."""
+        """(index, margin) of each output token that is not the arg-max; margin: best minus second-best logit."""
         key = (tuple(prompt), tuple(output))
         if key not in self.known:
             with torch.inference_mode():
@@ -78,12 +78,12 @@ def loaded() -> LoadedModel:
 
 
 def _device() -> CpuDevice:
-    """By the ops that a node would take here: native ones where there is a compiler."""
+    """With the ops that a node would use here: native if there is a compiler."""
     return cpu_with("native" if find_compiler() else "torch")
 
 
 def _prompt(tokenizer: Tokenizer, index: int, length: int) -> list[int]:
-    """`length` ids of text, of another order for every index; every sixth prompt is of ids at random."""
+    """`length` ids of text, in a different order for each index; every sixth prompt has random ids."""
     chooser = random.Random(index)
     if index % 6 == 5:
         return [chooser.randrange(tokenizer.vocab_size) for _ in range(length)]
@@ -106,21 +106,23 @@ def _serve(model: LoadedModel, prompts: list[list[int]], budget: int, in_flight:
 def test_greedy_float32_equals_transformers(
     oracle: Oracle, prompts: list[list[int]], loaded: LoadedModel, in_flight: int, budget: int, part: int
 ) -> None:
-    """A quarter of the prompts each, from one at a time and whole to 11 at once in chunks."""
+    """A quarter of the prompts per case, from one whole prompt at a time to 11 concurrent prompts in chunks."""
     assert len(prompts) >= 40
     own = prompts[part::4]
     for prompt, output in zip(own, _serve(loaded, own, budget, in_flight), strict=True):
         assert oracle.differences(prompt, output) == []
 
 
-def test_sixteen_at_once_equal_transformers(oracle: Oracle, prompts: list[list[int]], loaded: LoadedModel) -> None:
+def test_sixteen_concurrent_prompts_equal_transformers(
+    oracle: Oracle, prompts: list[list[int]], loaded: LoadedModel
+) -> None:
     own = [prompt for prompt in prompts if len(prompt) <= 130]
     for prompt, output in zip(own, _serve(loaded, own, 256, 16), strict=True):
         assert oracle.differences(prompt, output) == []
 
 
 def test_prefix_hit_equals_transformers(oracle: Oracle, prompts: list[list[int]], loaded: LoadedModel) -> None:
-    """A prompt whose first blocks were computed for another sequence goes on as if it had computed them itself."""
+    """A prompt whose first blocks another sequence computed continues as if it had computed them itself."""
     prompt = next(prompt for prompt in prompts if len(prompt) == 400)
     driver = EngineDriver(loaded, CpuDevice(1), blocks=100, block_size=16)
     source = driver.add(prompt[:333])

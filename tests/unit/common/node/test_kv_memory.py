@@ -21,11 +21,11 @@ SETTINGS = resolve_node(ClusterConfig(), "decode", HostFacts(cores=4, free_memor
 
 
 class Accelerator(PagedDevice):
-    """A CPU device with an accelerator's name."""
+    """A device with its own memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = "cuda"
+        self.shares_host_memory = False
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ HOST = HostFacts(cores=2, free_memory_bytes=1000 * MIB)
 class FixedMemory:
     """A device with a fixed amount of free memory."""
 
-    def __init__(self, name: str, free: int) -> None:
-        self.name = name
+    def __init__(self, free: int, shares_host_memory: bool) -> None:
+        self.shares_host_memory = shares_host_memory
         self.torch_device = torch.device("cpu")
         self._free = free
 
@@ -36,8 +36,8 @@ class FixedMemory:
         return self._free, 2 * self._free
 
 
-def device(free_mib: int, name: str = "cpu") -> Device:
-    return cast(Device, FixedMemory(name, free_mib * MIB))
+def device(free_mib: int, shares_host_memory: bool = True) -> Device:
+    return cast(Device, FixedMemory(free_mib * MIB, shares_host_memory))
 
 
 def settings(*overrides: str) -> NodeSettings:
@@ -64,7 +64,7 @@ def test_swap_counts_only_on_a_cpu() -> None:
     check_memory_fits(NEED, settings(swap), device(200))
     with pytest.raises(ConfigError, match=r"needs 200 MiB .weights 100, KV cache 50, swap 30, computing 20 MiB"):
         check_memory_fits(NEED, settings(swap), device(199))
-    check_memory_fits(NEED, settings(swap), device(170, "cuda"))
+    check_memory_fits(NEED, settings(swap), device(170, shares_host_memory=False))
 
 
 def test_a_node_that_needs_more_than_its_share_is_rejected() -> None:
@@ -79,7 +79,7 @@ def test_memory_of_large_steps_counts() -> None:
 
 
 def test_an_accelerators_cache_of_default_size_counts_as_zero() -> None:
-    accelerator = device(120, "npu")
+    accelerator = device(120, shares_host_memory=False)
     without_cache_size = replace(settings("node.model_memory_bytes=1"), kv_cache_bytes=None)
     check_memory_fits(NEED, without_cache_size, accelerator)
     with pytest.raises(ConfigError, match="KV cache 50"):

@@ -1,4 +1,4 @@
-"""New requests that no pair of nodes can serve yet: they wait in their worker for a moment. Rule 35."""
+"""New requests that no pair of nodes can serve yet: they wait in their worker for new_wait_s. Rule 35."""
 
 from array import array
 from collections.abc import Collection
@@ -21,18 +21,18 @@ from kvferry.common.cluster.events import (
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Heartbeat, Job, Status
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import FinishRequest
 from kvferry.router.core.placer import Placer
 from kvferry.router.core.request import Request, RequestState
-from tests.unit.router.core.test_router import DECODE, PREFILL, REQUEST, Bench, ends, said
+from tests.support.generate_request import generate_request
+from tests.unit.router.core.test_router import DECODE, PREFILL, REQUEST, Bench, ends, sent
 
 NODES = ((PREFILL, "prefill"), (DECODE, "decode"))
 
 
 @pytest.fixture
 def bench():
-    """The decode node is known and away."""
+    """A worker whose decode node is known but disconnected."""
     bench = Bench()
     bench.core.handle(Tick(), 0.0)
     bench.core.handle(LinkClosed("decode"), 0.1)
@@ -40,10 +40,10 @@ def bench():
 
 
 def tick(bench: Bench, now: float, *away: str):
-    """All nodes but those that are away are heard, then time goes by."""
+    """Receive a Status from all nodes except `away`, then tick."""
     for peer, endpoint in NODES:
         if endpoint not in away:
-            bench.tell(peer, endpoint, Status(status_no=int(now * 1000)), now)
+            bench.receive(peer, endpoint, Status(status_no=int(now * 1000)), now)
     effects = bench.core.handle(Tick(), now)
     bench.core.check_invariants()
     return effects
@@ -53,27 +53,27 @@ def submit(bench: Bench, number: int, now: float, tokens: int = 3, timeout_s: fl
     sampling = SamplingParams(max_new_tokens=4)
     request_id = RequestId(f"{number:032x}")
     return bench.core.submit(
-        GenerateRequest(request_id, model, array("I", [1] * tokens), sampling, timeout_s=timeout_s), now
+        generate_request(request_id, model, array("I", [1] * tokens), sampling, timeout_s=timeout_s), now
     )
 
 
-def test_it_starts_as_soon_as_a_pair_is_known_and_keeps_its_age(bench):
+def test_a_new_request_starts_when_a_pair_is_alive_and_keeps_its_age(bench):
     assert bench.submit(0.2) == []
     assert bench.core.requests[REQUEST].state is RequestState.WAITING
     assert not bench.core.is_quiescent()
     assert bench.core.not_ready_reason("m") == "no decode node is alive"
-    assert said(tick(bench, 1.0, "decode"), Job) == {}
-    job = said(tick(bench, 1.5), Job)[PREFILL]
+    assert sent(tick(bench, 1.0, "decode"), Job) == {}
+    job = sent(tick(bench, 1.5), Job)[PREFILL]
     assert (job.attempt, job.waited_ms, job.remaining_ms) == (1, 1300, 28_700)
 
 
-def test_nothing_is_asked_of_a_node_meanwhile(bench):
+def test_a_waiting_new_request_is_in_no_wanted_set(bench):
     bench.submit(0.2)
-    heartbeats = said(tick(bench, 1.0, "decode"), Heartbeat)
-    assert [beat.entries for beat in heartbeats.values()] == [(), ()]
+    heartbeats = sent(tick(bench, 1.0, "decode"), Heartbeat)
+    assert [heartbeat.wanted for heartbeat in heartbeats.values()] == [(), ()]
 
 
-def test_after_the_bound_it_is_refused_with_what_is_missing(bench):
+def test_after_new_wait_s_it_ends_with_the_missing_side(bench):
     bench.submit(0.2)
     assert ends(tick(bench, 2.15, "decode")) == []
     (end,) = ends(tick(bench, 2.2, "decode"))
@@ -82,35 +82,35 @@ def test_after_the_bound_it_is_refused_with_what_is_missing(bench):
     assert bench.core.is_quiescent()
 
 
-def test_nodes_that_come_in_the_last_moment_still_serve_it(bench):
-    """As after a pause of the worker itself, when messages and the end of the wait come at once."""
+def test_nodes_that_come_at_the_last_moment_still_serve_it(bench):
+    """As after a pause of the worker, when messages and the end of the wait come in one tick."""
     bench.submit(0.2)
     effects = tick(bench, 5.0)
-    assert said(effects, Job).keys() == {PREFILL}
+    assert sent(effects, Job).keys() == {PREFILL}
     assert ends(effects) == []
 
 
-def test_all_that_wait_start_together_the_oldest_first(bench):
+def test_waiting_requests_start_together_oldest_first(bench):
     for number in range(3):
         submit(bench, number, 0.2 + number / 10)
     jobs = [effect.message for effect in tick(bench, 1.0) if isinstance(getattr(effect, "message", None), Job)]
     assert [int(job.request_id, 16) for job in jobs] == [0, 1, 2]
 
 
-def test_a_bound_of_zero_refuses_at_once(bench):
+def test_new_wait_s_of_zero_refuses_immediately(bench):
     bench.core.timers = Timers(new_wait_s=0.0)
     with pytest.raises(UnavailableError, match="no decode node"):
         bench.submit(0.2)
     assert bench.core.is_quiescent()
 
 
-def test_a_model_that_no_node_ever_told_of_is_not_waited_for(bench):
+def test_a_model_that_no_node_ever_registered_is_not_waited_for(bench):
     with pytest.raises(UnavailableError, match="no prefill node"):
         submit(bench, 1, 0.2, model="other")
     assert bench.core.is_quiescent()
 
 
-def test_a_draining_worker_refuses_at_once_and_waits_no_longer_for_what_it_took(bench):
+def test_a_draining_worker_refuses_immediately_and_does_not_extend_the_wait(bench):
     bench.submit(0.2)
     bench.core.drain(0.3)
     with pytest.raises(UnavailableError, match="draining"):
@@ -119,27 +119,27 @@ def test_a_draining_worker_refuses_at_once_and_waits_no_longer_for_what_it_took(
     assert bench.core.is_quiescent()
 
 
-def test_what_waits_is_served_by_a_draining_worker_when_nodes_come(bench):
+def test_a_draining_worker_serves_waiting_requests_when_nodes_come(bench):
     bench.submit(0.2)
     bench.core.drain(0.3)
-    assert said(tick(bench, 1.0), Job).keys() == {PREFILL}
+    assert sent(tick(bench, 1.0), Job).keys() == {PREFILL}
 
 
-def test_its_deadline_comes_first_where_it_is_shorter(bench):
+def test_an_earlier_deadline_ends_the_wait(bench):
     submit(bench, 1, 0.2, timeout_s=1.0)
     assert [end.outcome for end in ends(tick(bench, 1.2, "decode"))] == ["timeout"]
 
 
-def test_a_client_that_leaves_waits_for_nothing(bench):
+def test_a_cancelled_request_no_longer_waits(bench):
     bench.submit(0.2)
     (effect,) = bench.core.cancel(REQUEST, "left", 0.5)
     assert isinstance(effect, FinishRequest)
     assert bench.core.is_quiescent()
-    assert said(tick(bench, 1.0), Job) == {}
+    assert sent(tick(bench, 1.0), Job) == {}
 
 
-def test_prompt_tokens_that_wait_are_bounded(bench):
-    """One long prompt is taken when nothing waits."""
+def test_waiting_prompt_tokens_are_bounded(bench):
+    """One long prompt is accepted when nothing waits."""
     bench.core.limits = Limits(queued_tokens=10)
     submit(bench, 1, 0.2, tokens=12)
     with pytest.raises(OverloadedError, match="12 prompt tokens"):
@@ -147,7 +147,7 @@ def test_prompt_tokens_that_wait_are_bounded(bench):
     assert len(bench.core.requests) == 1
 
 
-def test_requests_that_wait_are_bounded(bench):
+def test_waiting_requests_are_bounded(bench):
     bench.core.limits = Limits(queued_requests=2)
     submit(bench, 1, 0.2)
     submit(bench, 2, 0.2)
@@ -157,7 +157,7 @@ def test_requests_that_wait_are_bounded(bench):
     submit(bench, 3, 0.5)
 
 
-def test_a_lost_request_waits_beyond_the_bound_of_new_ones():
+def test_a_lost_request_waits_longer_than_new_wait_s():
     bench = Bench()
     bench.submit(0.1)
     bench.hand_over()
@@ -168,22 +168,22 @@ def test_a_lost_request_waits_beyond_the_bound_of_new_ones():
     assert bench.core.requests[REQUEST].state is RequestState.WAITING
 
 
-def test_the_tables_know_what_a_request_without_an_attempt_may_have(bench):
+def test_check_invariants_rejects_tokens_without_an_attempt(bench):
     bench.submit(0.2)
     bench.core.requests[REQUEST].output_token_ids.append(1)
     with pytest.raises(InvariantError, match="no attempt"):
         bench.core.check_invariants()
 
 
-def test_where_no_pair_is_there_one_look_a_tick_is_enough(bench, monkeypatch):
-    """A crowd that waits costs no plan each."""
+def test_without_a_pair_of_nodes_one_request_is_tried_per_tick(bench, monkeypatch):
+    """Many waiting requests do not cost a placement each."""
     for number in range(20):
         submit(bench, number, 0.2)
     asked = []
 
-    def plan(_: Placer, request: Request, now: float, full: Collection[Incarnation] = ()) -> None:
+    def place(_: Placer, request: Request, now: float, full: Collection[Incarnation] = ()) -> None:
         asked.append(request.request_id)
 
-    monkeypatch.setattr(Placer, "plan", plan)
+    monkeypatch.setattr(Placer, "place", place)
     tick(bench, 0.5, "decode")
     assert len(asked) == 1

@@ -1,4 +1,4 @@
-"""Which nodes a request goes to: rule 4 and the penalty of rule 34."""
+"""The choice of nodes for a request: rule 4 and the penalty of rule 34."""
 
 import msgspec
 
@@ -22,7 +22,7 @@ def decode(peer: Incarnation, free_blocks: int = 50, total_blocks: int = 100, ki
     return DecodeView(peer, "d", free_blocks, total_blocks, kind)
 
 
-def test_kv_passes_between_nodes_of_one_kind_only():
+def test_only_compatible_nodes_make_a_pair():
     prefills = [prefill(P1, 0, OTHER), prefill(P2, 9)]
     choice = choose(prefills, [decode(D1, 90, kind=OTHER), decode(D2)])
     assert choice is not None
@@ -38,7 +38,7 @@ def test_both_sides_are_needed():
     assert choose([prefill(P1)], []) is None
 
 
-def test_least_waiting_tokens_and_most_free_share_of_blocks():
+def test_the_least_waiting_tokens_and_the_largest_free_share_of_blocks_win():
     choice = choose([prefill(P1, 9), prefill(P2, 8)], [decode(D1, 50, 100), decode(D2, 40, 50)])
     assert choice is not None
     assert (choice.prefill, choice.decodes) == (P2, (D2, D1))
@@ -51,14 +51,14 @@ def test_at_most_three_candidates_best_first():
     assert len(choice.decodes) == MAX_CANDIDATES
 
 
-def test_ties_are_turned_so_that_workers_do_not_all_choose_the_same():
+def test_ties_rotate_so_that_workers_do_not_all_choose_the_same_node():
     views = [decode(D1), decode(D2), decode(D3)]
-    chosen = [choose([prefill(P1), prefill(P2)], views, turn=turn) for turn in range(6)]
+    chosen = [choose([prefill(P1), prefill(P2)], views, rotation=rotation) for rotation in range(6)]
     assert {choice.decodes[0] for choice in chosen if choice} == {D1, D2, D3}
     assert {choice.prefill for choice in chosen if choice} == {P1, P2}
 
 
-def test_a_failed_pair_is_avoided_by_another_decode_node_then_by_another_prefill_node():
+def test_a_failed_pair_is_avoided_with_another_decode_node_then_with_another_prefill_node():
     two = [decode(D1, 90), decode(D2, 10)]
     choice = choose([prefill(P1), prefill(P2, 9)], two, avoid={(P1, D1)})
     assert choice is not None
@@ -68,29 +68,29 @@ def test_a_failed_pair_is_avoided_by_another_decode_node_then_by_another_prefill
     assert choice.prefill == P2
 
 
-def test_the_least_bad_pair_is_taken_when_all_have_failed():
+def test_the_best_pair_is_chosen_when_all_have_failed():
     choice = choose([prefill(P1, 9), prefill(P2)], [decode(D1)], avoid={(P1, D1), (P2, D1)})
     assert choice is not None
     assert (choice.prefill, choice.decodes) == (P2, (D1,))
 
 
-def test_a_node_that_has_told_no_load_yet_counts_as_full():
+def test_a_node_that_has_not_reported_its_load_counts_as_full():
     choice = choose([prefill(P1)], [decode(D1, 0, 0), decode(D2, 1, 100)])
     assert choice is not None
     assert choice.decodes[0] == D2
 
 
-def test_a_node_that_can_do_both_is_its_own_first_candidate():
+def test_a_colocated_node_is_its_own_first_candidate():
     choice = choose([prefill(D1)], [decode(D1, 10), decode(D2, 90), decode(D3, 50)])
     assert choice is not None
     assert (choice.prefill, choice.decodes) == (D1, (D1, D2, D3))
 
 
-def test_where_it_would_decode_as_well_its_free_blocks_count():
+def test_the_free_blocks_of_a_colocated_node_count():
     both = [prefill(D1), prefill(D2)]
     choice = choose(both, [decode(D1, 10), decode(D2, 90)])
     assert choice is not None
     assert (choice.prefill, choice.decodes) == (D2, (D2, D1))
     choice = choose([prefill(D2), prefill(P1)], [decode(D2, 90)])
     assert choice is not None
-    assert choice.prefill == P1, "one that only computes prompts leaves the other its blocks"
+    assert choice.prefill == P1, "a prefill-only node does not use the blocks of the colocated one"

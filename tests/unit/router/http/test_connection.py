@@ -1,4 +1,4 @@
-"""Connections through a real server: clients that leave, bodies that are too large, keep-alive, the access log."""
+"""Connections through a real server: disconnects, bodies that are too large, keep-alive, the access log."""
 
 import asyncio
 
@@ -7,9 +7,9 @@ import pytest
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.config.schema import RouterConfig
-from kvferry.router.http.document import read_document
 from kvferry.router.http.errors import BodyTooLargeError, ClientGoneError
 from kvferry.router.http.exchange import Exchange
+from kvferry.router.http.json_body.reader import read_json_body
 from tests.support.fake_service import Script
 from tests.support.http_app import HttpApp, connect, serve
 from tests.support.infer_cases import base, encode
@@ -21,8 +21,8 @@ STREAM = "Accept: text/event-stream"
 
 @pytest.mark.parametrize("hold_after", [0, 3])
 @pytest.mark.parametrize("headers", [(), (STREAM,)])
-def test_a_client_that_leaves_is_noticed_at_once(hold_after, headers):
-    """Nothing but its leaving can end the wait: no token comes, and no timer runs."""
+def test_a_disconnect_cancels_immediately(hold_after, headers):
+    """Only the disconnect can end the wait: no token comes, and no timer runs."""
 
     async def run() -> None:
         http = HttpApp()
@@ -36,14 +36,14 @@ def test_a_client_that_leaves_is_noticed_at_once(hold_after, headers):
             record = await http.access.arrived.get()
             assert record.__dict__["status"] == 499
             assert record.__dict__["outcome"] == "cancelled"
-            assert fake.cancelled_for[0] == "the client left"
+            assert fake.cancelled_for[0] == "the client disconnected"
             http.service.check_invariants()
             assert not http.log.records
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_starts_nothing():
+def test_a_disconnect_in_the_middle_of_the_body_starts_nothing():
     async def run() -> None:
         http = HttpApp()
         async with serve(http) as port:
@@ -82,7 +82,7 @@ def test_an_oversized_body_is_not_asked_for():
     asyncio.run(run())
 
 
-def test_an_oversized_body_that_is_sent_all_the_same_does_not_hide_the_answer():
+def test_a_client_that_sends_an_oversized_body_anyway_gets_the_answer():
     async def run() -> None:
         http = HttpApp(settings=RouterConfig(max_body_bytes=100_000))
         async with serve(http) as port, connect(port) as client:
@@ -100,7 +100,7 @@ def test_an_oversized_body_without_a_length_is_counted():
             await client.send(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
             for _ in range(11):
                 await client.send(b"2710\r\n" + b" " * 10_000 + b"\r\n")
-            # The end of the body was not sent: the answer does not wait for it.
+            # The end of the body was not sent: the answer must not wait for it.
             assert (await client.reply()).status == 413
             await client.close()
             record = await http.access.arrived.get()
@@ -112,14 +112,14 @@ def test_an_oversized_body_without_a_length_is_counted():
 
 
 @pytest.mark.parametrize("sent", [b"", b"{", BODY[:-1]])
-def test_a_body_that_does_not_come_whole_is_not_waited_for(sent: bytes):
+def test_a_body_that_is_not_complete_in_time_is_refused(sent: bytes):
     async def run() -> None:
         http = HttpApp(settings=RouterConfig(body_timeout_s=0.05))
         async with serve(http) as port, connect(port) as client:
             await client.send(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(BODY)}\r\n\r\n".encode() + sent)
             reply = await client.reply()
             assert (reply.status, reply.json()["error_type"]) == (408, "Request Timeout")
-            assert reply.json()["error"] == "body: did not come whole within 0.05 s"
+            assert reply.json()["error"] == "body: not received completely within 0.05 s"
             assert reply.headers["connection"] == "close"
             assert await client.reader.read() == b""
             assert http.service.streams == []
@@ -130,7 +130,7 @@ def test_a_body_that_does_not_come_whole_is_not_waited_for(sent: bytes):
 
 @pytest.mark.parametrize("path", [PATH, "/v2/health/live"])
 def test_a_head_with_two_lengths_is_refused(path: str):
-    """What stands before this server may have taken the other one, and see another request in the rest."""
+    """A proxy in front of this server may have used the other one, and see another request in the rest."""
 
     async def run() -> None:
         http = HttpApp()
@@ -150,7 +150,7 @@ def test_a_head_with_two_lengths_is_refused(path: str):
 
 
 @pytest.mark.parametrize(("line", "status"), [("9.9", 505), ("2.0", 505), ("1.0", 200)])
-def test_a_version_of_http_that_is_not_spoken_is_told(line: str, status: int):
+def test_an_unsupported_version_of_http_is_refused(line: str, status: int):
     async def run() -> None:
         http = HttpApp()
         async with serve(http) as port, connect(port) as client:
@@ -159,7 +159,7 @@ def test_a_version_of_http_that_is_not_spoken_is_told(line: str, status: int):
             reply = await client.reply()
             assert reply.status == status
             if status == 505:
-                assert reply.json()["error"] == f"head: HTTP/{line} is not spoken here, HTTP/1.1 is"
+                assert reply.json()["error"] == f"head: HTTP/{line} is not supported; use HTTP/1.1"
                 assert reply.headers["connection"] == "close"
             assert await client.reader.read() == b""
             assert len(http.service.streams) == (status == 200)
@@ -181,7 +181,7 @@ def test_a_body_of_exactly_the_limit_is_read():
     asyncio.run(run())
 
 
-def test_size_is_told_before_bad_json():
+def test_size_is_reported_before_bad_json():
     """An endless body is refused for its size although its first bytes are no JSON."""
 
     async def run() -> None:
@@ -194,13 +194,13 @@ def test_size_is_told_before_bad_json():
 
         exchange = Exchange({}, receive, RequestId("0" * 32), 0.0)
         with pytest.raises(BodyTooLargeError):
-            await read_document(exchange, 1_000_000, 32000)
+            await read_json_body(exchange, 1_000_000, 32000)
         assert num_calls == 12
 
     asyncio.run(run())
 
 
-def test_an_unknown_model_or_path_is_told_without_the_body():
+def test_an_unknown_model_or_path_is_answered_without_the_body():
     async def run() -> None:
         http = HttpApp()
         async with serve(http) as port:
@@ -212,7 +212,7 @@ def test_an_unknown_model_or_path_is_told_without_the_body():
     asyncio.run(run())
 
 
-def test_a_connection_serves_one_request_after_the_other():
+def test_a_connection_serves_several_requests():
     async def run() -> None:
         http = HttpApp()
         async with serve(http) as port, connect(port) as client:
@@ -225,7 +225,7 @@ def test_a_connection_serves_one_request_after_the_other():
             assert (await client.reply()).body.count(b"data: ") == 21
             await client.post(PATH, BODY)
             assert (await client.reply()).status == 200
-            # A body that was answered and a connection that stays open is no client that left.
+            # An open connection after an answer must not count as a disconnect.
             statuses = [(await http.access.arrived.get()).__dict__["status"] for _ in range(6)]
             assert statuses == [200, 422, 200, 404, 200, 200]
             http.service.check_invariants()
@@ -275,28 +275,28 @@ def test_the_access_log_has_one_record_per_request():
             await client.reply()
             record = (await http.access.arrived.get()).__dict__
             assert (record["path"], record["status"], record["client_id"]) == ("/a%0Ab", 404, "")
-            assert "prompt_tokens" not in record, "no token was counted, which is another thing than none"
+            assert "prompt_tokens" not in record, "no count, which differs from a count of 0"
 
     asyncio.run(run())
 
 
-def test_an_exchange_keeps_its_own_order():
+def test_an_exchange_enforces_the_order_of_its_calls():
     async def run() -> None:
-        told = [{"type": "http.request", "body": b"x", "more_body": False}, {"type": "http.disconnect"}]
+        messages = [{"type": "http.request", "body": b"x", "more_body": False}, {"type": "http.disconnect"}]
 
         async def receive():
-            return told.pop(0)
+            return messages.pop(0)
 
-        left = asyncio.Event()
+        gone = asyncio.Event()
         exchange = Exchange({}, receive, RequestId("0" * 32), 0.0)
         assert await exchange.read_chunk() == b"x"
         assert await exchange.read_chunk() is None
-        exchange.watch(left.set)
+        exchange.watch(gone.set)
         with pytest.raises(InvariantError):
-            exchange.watch(left.set)
+            exchange.watch(gone.set)
         with pytest.raises(InvariantError):
             await exchange.read_chunk()
-        await left.wait()
+        await gone.wait()
         assert exchange.gone
         exchange.check_invariants()
         await exchange.close()
@@ -305,7 +305,7 @@ def test_an_exchange_keeps_its_own_order():
     asyncio.run(run())
 
 
-def test_a_disconnect_after_the_answer_is_no_leaving():
+def test_a_disconnect_after_the_answer_does_not_count():
     async def run() -> None:
         async def receive():
             return {"type": "http.disconnect"}

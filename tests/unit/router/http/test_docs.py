@@ -1,6 +1,5 @@
-"""The page on the HTTP API against the code: paths, fields, parameters, events, errors, metrics, and its examples."""
+"""Checks the page on the HTTP API against the code: paths, fields, parameters, events, errors, metrics, examples."""
 
-import inspect
 import json
 import re
 from pathlib import Path
@@ -15,10 +14,11 @@ from kvferry.common.config.docs import section_keys
 from kvferry.common.config.schema import section_types
 from kvferry.router.api import EndEvent, TokensEvent, Usage
 from kvferry.router.http import errors
+from kvferry.router.http.json_body.reader import PARAMETERS as READ_PARAMETERS
+from kvferry.router.http.json_body.reader import decode_known_keys
 from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.parameters import RequestParameters, read_parameters
 from kvferry.router.http.routes import routes
-from kvferry.router.http.skeleton import _Parameters, decode_skeleton
 from kvferry.router.http.sse import end_event, tokens_event
 from kvferry.router.http.validation import (
     DEFAULT_PRIORITY,
@@ -32,7 +32,7 @@ PAGE = (Path(__file__).parents[4] / "ops" / "docs" / "http.md").read_text(encodi
 
 
 def rows(first_head: str) -> list[list[str]]:
-    """The cells of the one table whose first column has that head, without backticks."""
+    """The cells of the only table with that head in its first column, without backticks."""
     (table,) = re.findall(rf"^\| {re.escape(first_head)} \|.*\n\| ---.*\n((?:\|.*\n)+)", PAGE, flags=re.MULTILINE)
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
 
@@ -53,13 +53,13 @@ def test_the_paths_are_those_of_the_route_table():
     assert named == {path: "POST" if hasattr(resource, "on_post") else "GET" for path, resource in served}
 
 
-def test_the_parameters_are_those_that_are_read_in_their_order():
-    # What no rule speaks of is left out of a large body.
+def test_the_parameters_are_those_that_are_read_in_the_same_order():
+    # Unknown keys are left out of a large body.
     sent = {"parameters": dict.fromkeys(PARAMETERS, 1) | {"another": "x" * 100_000}}
-    kept = decode_skeleton(json.dumps(sent).encode())
+    kept = decode_known_keys(json.dumps(sent).encode())
     assert isinstance(kept, dict)
     assert list(kept["parameters"]) == list(PARAMETERS)
-    assert set(inspect.signature(_Parameters).parameters) == set(PARAMETERS)
+    assert list(READ_PARAMETERS) == list(PARAMETERS)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -69,7 +69,7 @@ def test_a_parameter_must_be_what_the_page_says(name: str):
     assert str(raised.value) == f"parameters.{name}: must be {PARAMETERS[name][0]}, got an object"
 
 
-def test_the_first_fault_is_told_in_the_order_of_the_table():
+def test_the_first_fault_is_reported_in_the_order_of_the_table():
     wrong: dict[str, object] = {name: {} for name in PARAMETERS}
     for name in PARAMETERS:
         with pytest.raises(RequestInvalidError, match=rf"^parameters\.{name}:"):
@@ -88,7 +88,7 @@ def test_defaults_are_those_of_the_page():
 
 
 @pytest.mark.parametrize("field", [name for name, _ in rows("field | rule")])
-def test_a_field_that_is_required_is_missed(field: str):
+def test_a_required_field_must_be_present(field: str):
     (rule,) = [text for name, text in rows("field | rule") if name == field]
     body = json.loads(examples("## The request"))
     place = body
@@ -103,7 +103,7 @@ def test_a_field_that_is_required_is_missed(field: str):
     assert result.json.keys() == ({"id", "outputs"} if result.status_code == 200 else {"error", "error_type"})
 
 
-def test_the_answer_of_the_page_is_one():
+def test_the_answer_on_the_page_is_correct():
     example = json.loads(examples("## One JSON object"))
     (output,) = example["outputs"]
     assert examples("## One JSON object").encode().strip() == infer_answer(
@@ -111,13 +111,13 @@ def test_the_answer_of_the_page_is_one():
     )
 
 
-def test_the_list_of_models_of_the_page_is_one():
+def test_the_list_of_models_on_the_page_is_correct():
     made = testing.TestClient(HttpApp(started_at=1767225600).app).simulate_get("/v1/models")
     (block,) = re.findall(r'^\{"object".*$', PAGE, flags=re.MULTILINE)
     assert made.text == block
 
 
-def test_the_events_of_the_page_are_such():
+def test_the_events_on_the_page_are_correct():
     *tokens, end = _events(examples("## Events"))
     made = [tokens_event("42", TokensEvent(event["index"], tuple(event["token_ids"]))) for event in tokens]
     usage = Usage(**end["usage"])
@@ -129,7 +129,7 @@ def test_the_events_of_the_page_are_such():
     ][0]["data"]
 
 
-def test_the_error_event_of_the_page_is_one():
+def test_the_error_event_on_the_page_is_correct():
     block = re.findall(r"router's own fault\):\n\n```\n(.*?)```", PAGE, flags=re.DOTALL)[0]
     (event,) = _events(block)
     usage, nodes = Usage(**event["usage"]), event["nodes"]
@@ -137,7 +137,7 @@ def test_the_error_event_of_the_page_is_one():
     assert end_event(event["id"], usage.completion_tokens, ended).decode() == block
 
 
-def test_the_error_of_the_page_is_one():
+def test_the_error_on_the_page_is_correct():
     body = json.loads(examples("## The request"))
     body["parameters"] = {"top_p": 2}
     result = _post(json.dumps(body).encode())
@@ -163,7 +163,7 @@ def test_the_metrics_are_those_of_the_code():
     assert rows("name | kind") == made
 
 
-def test_settings_named_are_those_of_the_configuration():
+def test_settings_on_the_page_exist():
     known = {f"{key.section}.{key.name}" for name, kind in section_types().items() for key in section_keys(name, kind)}
     named = set(re.findall(r"`((?:router|limits)\.\w+)`", PAGE))
     assert len(named) > 6

@@ -1,4 +1,4 @@
-"""Every error answer has the status, type and shape of the contract, whatever raised it and wherever."""
+"""Every error answer has the status, type and shape of the contract, whatever raised it."""
 
 import json
 
@@ -54,13 +54,13 @@ def error(result: testing.Result) -> tuple[int, str, str]:
         (KvferryError("x"), 500, "Incomplete Generation"),
     ],
 )
-def test_an_error_of_ours_has_its_status_and_its_own_text(raised, status, error_type):
+def test_an_error_of_this_project_has_its_status_and_its_own_text(raised, status, error_type):
     problem = problem_of(raised)
     assert (problem.status, problem.error_type, problem.message) == (status, error_type, "x")
 
 
 @pytest.mark.parametrize("raised", [InvariantError("secret"), ValueError("secret"), RuntimeError("secret")])
-def test_a_bug_tells_nothing_of_itself(raised):
+def test_an_internal_error_does_not_show_its_text(raised):
     problem = problem_of(raised)
     assert (problem.status, problem.error_type) == (500, "Incomplete Generation")
     assert "secret" not in problem.message
@@ -84,7 +84,7 @@ def test_every_end_but_stop_and_length_is_an_error(end, status):
 
 
 @pytest.mark.parametrize("outcome", ["stop", "length"])
-def test_stop_and_length_are_none(outcome):
+def test_stop_and_length_are_no_errors(outcome):
     assert error_of_end(EndEvent(outcome, Usage(1, 1))) is None
 
 
@@ -99,7 +99,7 @@ def test_unknown_path(path, method):
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT"])
 @pytest.mark.parametrize("tail", ["", "/", "/1", "/1/infer", "/1/ready", "/1/2/3"])
-def test_versions_are_refused_in_so_many_words(method, tail):
+def test_versions_are_refused_explicitly(method, tail):
     result = testing.TestClient(HttpApp().app).simulate_request(method, f"/v2/models/m/versions{tail}", body="{")
     status, error_type, text = error(result)
     assert (status, error_type) == (404, "NotFoundError")
@@ -125,7 +125,7 @@ def test_wrong_method_on_a_get_path(method, path):
 
 
 @pytest.mark.parametrize(("path", "allowed"), [(PATH, {"POST"}), ("/v2/health/ready", {"GET", "HEAD"})])
-def test_options_tell_the_methods(path, allowed):
+def test_options_names_the_methods(path, allowed):
     result = testing.TestClient(HttpApp().app).simulate_options(path)
     assert result.status_code == 200
     assert set(result.headers["allow"].split(", ")) - {"OPTIONS"} == allowed
@@ -148,7 +148,7 @@ def test_an_unknown_model_comes_before_the_body():
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusals_say_when_to_come_again(refusal, status, retry_after, stream):
+def test_refusals_have_retry_after(refusal, status, retry_after, stream):
     http = HttpApp()
     http.service.refusal = refusal
     headers = {"Accept": "text/event-stream"} if stream else {}
@@ -166,8 +166,8 @@ def test_a_fault_in_the_body_comes_before_a_refusal():
 
 
 @pytest.mark.parametrize("accept", ["application/json", "text/event-stream"])
-def test_what_waited_for_nodes_in_vain_is_refused_like_what_did_not(accept):
-    """Before the head of a stream as well."""
+def test_a_request_that_no_node_came_for_is_refused_like_one_that_did_not_wait(accept):
+    """Also before the head of a stream."""
     http = HttpApp()
     http.service.script = Script(end_after=0, outcome="error", error=UnavailableError("no decode node is alive"))
     result = testing.TestClient(http.app).simulate_post(PATH, body=BODY, headers={"Accept": accept})
@@ -187,7 +187,7 @@ def test_what_waited_for_nodes_in_vain_is_refused_like_what_did_not(accept):
         (Script(end_after=3, outcome="error"), 500),
     ],
 )
-def test_a_unary_request_that_fails_shows_no_token(script, status):
+def test_a_failed_request_without_events_shows_no_token(script, status):
     http = HttpApp()
     http.service.script = script
     result = testing.TestClient(http.app).simulate_post(PATH, body=BODY)
@@ -207,14 +207,14 @@ def test_a_bug_in_the_service_is_a_500_with_a_traceback_in_the_log_only(script):
     http.service.check_invariants()
 
 
-def test_a_generation_without_a_token_is_an_answer():
+def test_a_generation_without_a_token_is_answered():
     http = HttpApp()
     http.service.script = Script(end_after=0, outcome="stop")
     result = testing.TestClient(http.app).simulate_post(PATH, body=BODY)
     assert result.json["outputs"] == [{"name": "output0", "shape": [1, 0], "datatype": "UINT32", "data": []}]
 
 
-def test_a_failure_outside_of_falcons_reach_is_json_too():
+def test_a_failure_outside_falcon_is_answered_with_json():
     http = HttpApp()
     http.service.not_ready_reason = lambda model=None: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     result = testing.TestClient(http.app).simulate_get("/v2/health/ready", query_string="")

@@ -1,4 +1,4 @@
-"""A generation passes on what its stream promises and refuses what it does not; ends are counted once."""
+"""A generation passes on a stream that keeps its contract and rejects one that does not; ends are counted once."""
 
 import asyncio
 from array import array
@@ -11,18 +11,19 @@ from kvferry.common.base.clock import ManualClock
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.router.api import EndEvent, GenerateRequest, StreamEvent, TokensEvent, Usage
-from kvferry.router.http.describe_value import describe_value
+from kvferry.router.api import EndEvent, StreamEvent, TokensEvent, Usage
 from kvferry.router.http.exchange import Exchange
 from kvferry.router.http.generation import Generation
+from kvferry.router.http.json_body.faults import describe_value
 from kvferry.router.http.metrics import RouterMetrics
+from tests.support.generate_request import generate_request
 
 END = EndEvent("length", Usage(3, 2))
-REQUEST = GenerateRequest(RequestId("0" * 32), "m", array("I", [5, 6, 7]), SamplingParams(max_new_tokens=2))
+REQUEST = generate_request(RequestId("0" * 32), "m", array("I", [5, 6, 7]), SamplingParams(max_new_tokens=2))
 
 
 class ListStream:
-    """A stream of given events, right or wrong."""
+    """A stream of given events, in or out of order."""
 
     request_id = REQUEST.request_id
 
@@ -39,7 +40,7 @@ class ListStream:
 
 
 class Setting:
-    """A generation over given events, and what it reports to."""
+    """A generation over given events, with its exchange and metrics."""
 
     def __init__(self, events: list[StreamEvent]) -> None:
         async def receive():
@@ -82,7 +83,7 @@ def test_events_are_passed_on_and_timed():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_what_is_given_up_is_cancelled_and_counted_once(num_tokens):
+def test_an_abandoned_generation_is_cancelled_and_counted_once(num_tokens):
     async def run() -> None:
         s = Setting([TokensEvent(i, (8,)) for i in range(num_tokens + 1)])
         for _ in range(num_tokens):
@@ -109,7 +110,7 @@ def test_what_is_given_up_is_cancelled_and_counted_once(num_tokens):
         [END, TokensEvent(0, (8,))],
     ],
 )
-def test_a_broken_promise_is_not_passed_on(events):
+def test_an_invalid_stream_raises(events):
     async def run() -> None:
         generation = Setting(events).generation
         while True:

@@ -1,4 +1,4 @@
-"""Every rule of the token request, through falcon's test client and through a real server; one table for both."""
+"""Every rule of the token request, through falcon's test client and through a real server, from one table of cases."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from falcon import testing
 
 from kvferry.common.config.schema import RouterConfig
 from kvferry.common.protocol.model_info import ModelInfo
-from kvferry.router.http import document, skeleton
+from kvferry.router.http.json_body import reader
 from tests.support.fake_service import MODEL, FakeTokenService, expected_token
 from tests.support.http_app import HttpApp, connect, serve
 from tests.support.infer_cases import INFER_CASES, InferCase, base, encode
@@ -28,7 +28,7 @@ def check_answer(case: InferCase, status: int, body: bytes, service: FakeTokenSe
         assert service.streams == []
         return
     (stream,) = service.streams
-    ids = [expected_token(stream.request, i) for i in range(stream.request.sampling.max_new_tokens)]
+    ids = [expected_token(stream.request, i) for i in range(stream.request.spec.sampling.max_new_tokens)]
     assert answer["outputs"] == [
         {"name": case.output_name, "shape": [1, len(ids)], "datatype": "UINT32", "data": ids},
     ]
@@ -50,10 +50,10 @@ def test_case(case):
 
 
 @pytest.mark.parametrize("case", INFER_CASES, ids=lambda case: case.name)
-def test_case_without_what_no_rule_speaks_of(case, monkeypatch):
-    """The way of very large bodies, with sizes at which every body is large."""
-    monkeypatch.setattr(document, "LARGE_BYTES", 0)
-    monkeypatch.setattr(skeleton, "SMALL_BYTES", 40)
+def test_case_without_unknown_keys(case, monkeypatch):
+    """The code for very large bodies, with bounds at which every body is large."""
+    monkeypatch.setattr(reader, "LARGE_BYTES", 0)
+    monkeypatch.setattr(reader, "SMALL_BYTES", 40)
     http = HttpApp()
     result = testing.TestClient(http.app).simulate_post(PATH, body=case.body)
     where = case.where.removesuffix("[39999]").removesuffix("[0]") if "data" in case.where else case.where
@@ -86,7 +86,7 @@ def test_prompts_of_any_length_arrive_unchanged(num_ids, separators):
     body = json.dumps(base(inputs=[tensor]), separators=separators).encode()
     result = testing.TestClient(http.app).simulate_post(PATH, body=body)
     assert result.status_code == 200
-    assert http.service.streams[0].request.prompt_token_ids.tolist() == ids
+    assert http.service.streams[0].request.spec.prompt_token_ids.tolist() == ids
 
 
 def test_defaults_are_filled_in():
@@ -94,8 +94,8 @@ def test_defaults_are_filled_in():
     client = testing.TestClient(http.app)
     client.simulate_post(PATH, body=encode(base(parameters=..., id=...)))
     request = http.service.streams[0].request
-    assert (request.priority, request.timeout_s, request.client_id, request.model) == (5, 600.0, "", "m")
-    sampling = request.sampling
+    assert (request.spec.priority, request.timeout_s, request.client_id, request.spec.model) == (5, 600.0, "", "m")
+    sampling = request.spec.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, MODEL.default_top_k, 1.0)
     assert (sampling.repetition_penalty, sampling.do_sample, sampling.seed) == (1.0, False, 7)
     assert sampling.max_new_tokens == 20
@@ -117,14 +117,14 @@ def test_defaults_are_filled_in():
 def test_sampling_follows_from_the_parameters_given(parameters, do_sample):
     http = HttpApp()
     testing.TestClient(http.app).simulate_post(PATH, body=encode(base(parameters=parameters)))
-    assert http.service.streams[0].request.sampling.do_sample is do_sample
+    assert http.service.streams[0].request.spec.sampling.do_sample is do_sample
 
 
 @pytest.mark.parametrize(("given", "taken"), [(31999, 31999), (32000, 32000), (32001, 32000), (2147483647, 32000)])
 def test_top_k_is_at_most_the_vocabulary(given, taken):
     http = HttpApp()
     testing.TestClient(http.app).simulate_post(PATH, body=encode(base(parameters={"top_k": given})))
-    assert http.service.streams[0].request.sampling.top_k == taken
+    assert http.service.streams[0].request.spec.sampling.top_k == taken
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_output_is_bounded_by_settings_and_model(num_ids, asked, tokens):
     assert result.json["outputs"][0]["shape"] == [1, tokens]
 
 
-def test_output_is_bounded_by_what_the_prompt_leaves():
+def test_output_is_bounded_by_the_length_that_the_prompt_leaves():
     http = HttpApp(settings=RouterConfig(max_input_length=4000, max_iter_times=5000))
     tensor = {"name": "i", "shape": [2550], "datatype": "UINT32", "data": [5] * 2550}
     body = encode(base(inputs=[tensor], parameters={"max_new_tokens": 600}))

@@ -1,4 +1,4 @@
-"""Server-sent events: their shapes, when the head is sent, and errors before and after it."""
+"""Server-sent events: their shapes, when the head is sent, and errors before and after the head."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ EVENTS = {"Accept": "text/event-stream"}
 
 
 def parse(text: str) -> list[dict[str, object]]:
-    """Events of a whole stream, each exactly one `data:` line."""
+    """The events of a complete stream, each one `data:` line."""
     assert text.endswith("\n\n")
     blocks = text[:-2].split("\n\n")
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
@@ -37,7 +37,7 @@ def stream(http: HttpApp, body: bytes = BODY, path: str = PATH) -> list[dict[str
 
 
 @pytest.mark.parametrize("tokens_per_event", [1, 2, 5])
-def test_tokens_come_once_each_and_the_last_event_tells_the_end(tokens_per_event):
+def test_each_token_comes_once_and_the_last_event_has_the_end(tokens_per_event):
     http = HttpApp()
     http.service.script = Script(tokens_per_event=tokens_per_event)
     *tokens, last = stream(http)
@@ -65,19 +65,19 @@ def test_infer_stream_needs_no_accept_header():
     assert len(parse(result.text)) == 6
 
 
-def test_the_same_request_gives_the_same_tokens_both_ways():
+def test_events_and_one_json_object_have_the_same_tokens():
     http = HttpApp()
     streamed = [event["token_ids"] for event in stream(http)[:-1]]
     unary = testing.TestClient(http.app).simulate_post(PATH, body=BODY).json
     assert streamed == [[token_id] for token_id in unary["outputs"][0]["data"]]
 
 
-def test_an_absent_id_is_made_by_the_router():
+def test_a_missing_id_is_made_by_the_router():
     events = stream(HttpApp(), encode(base(id=...)))
     assert {event["id"] for event in events} == {f"{1:032x}"}
 
 
-def test_a_stream_without_a_token_is_one_event():
+def test_a_stream_without_a_token_has_one_event():
     http = HttpApp()
     http.service.script = Script(end_after=0, outcome="stop")
     (last,) = stream(http)
@@ -103,7 +103,7 @@ def test_an_error_before_the_first_token_is_a_plain_answer(script, status, error
     http.service.check_invariants()
 
 
-def test_a_fault_in_the_body_is_a_plain_answer():
+def test_an_invalid_body_is_a_plain_answer():
     result = testing.TestClient(HttpApp().app).simulate_post(PATH, body=b"{", headers=EVENTS)
     assert result.status_code == 422
     assert result.json["error_type"] == "Input Validation Error"
@@ -149,7 +149,7 @@ def test_an_error_after_the_head_is_the_last_event(script, error_type, finish_re
         ("application/json", False),
     ],
 )
-def test_who_asks_for_events(accept, wanted):
+def test_which_accept_headers_ask_for_events(accept, wanted):
     assert wants_event_stream(accept) is wanted
 
 
@@ -158,7 +158,7 @@ async def _next_event(client: Connection) -> dict[str, object]:
     return event
 
 
-def test_the_head_waits_for_the_first_token_and_tokens_wait_for_nothing():
+def test_the_head_waits_for_the_first_token_only():
     async def run() -> None:
         http = HttpApp()
         http.service.script = Script(hold_after=0)
@@ -177,7 +177,7 @@ def test_the_head_waits_for_the_first_token_and_tokens_wait_for_nothing():
     asyncio.run(run())
 
 
-def test_each_token_is_on_its_way_before_the_next_is_made():
+def test_each_token_is_sent_before_the_next_is_made():
     async def run() -> None:
         http = HttpApp()
         http.service.script = Script(hold_after=3)

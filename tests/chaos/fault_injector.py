@@ -8,14 +8,14 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.crowd import now
 from tests.chaos.faults import Fault, Kind
 from tests.chaos.links import Links
+from tests.chaos.load import now
 from tests.support.serve import Served
 
 
 @dataclass
-class Strike:
+class InjectedFault:
     """A fault that happened. `ports` are the clients' ends of the connections that a killed worker had."""
 
     fault: Fault
@@ -24,36 +24,36 @@ class Strike:
     ports: set[int] = field(default_factory=set)
 
 
-class Striker:
-    """One fault after another; those that last go on meanwhile."""
+class FaultInjector:
+    """One fault after another; those that last continue meanwhile."""
 
     def __init__(self, served: Served, links: Links) -> None:
-        self.strikes: list[Strike] = []
+        self.injected: list[InjectedFault] = []
         self._served = served
         self._links = links
         self._busy: set[tuple[str, str]] = set()
         self._stopped: set[int] = set()
         self._lasting: set[asyncio.Task[None]] = set()
 
-    async def strike(self, fault: Fault) -> bool:
-        """Do it, unless its victim is not there or is struck already."""
-        struck = self._cut(fault) if fault.kind in (Kind.CUT, Kind.CUT_ONE_WAY) else await self._process(fault)
-        if struck is not None:
-            self.strikes.append(struck)
-        return struck is not None
+    async def inject(self, fault: Fault) -> bool:
+        """Do it, unless its victim is not there or is injected already."""
+        injected = self._cut(fault) if fault.kind in (Kind.CUT, Kind.CUT_ONE_WAY) else await self._process(fault)
+        if injected is not None:
+            self.injected.append(injected)
+        return injected is not None
 
     async def finish(self) -> None:
-        """Until every stopped process goes on and every link is whole."""
+        """Wait until every stopped process continues and every link is whole."""
         await asyncio.gather(*self._lasting)
 
-    def _cut(self, fault: Fault) -> Strike | None:
+    def _cut(self, fault: Fault) -> InjectedFault | None:
         link = (fault.target, fault.other)
         if link in self._busy:
             return None
         self._busy.add(link)
         self._links.cut(*link, one_way=fault.kind is Kind.CUT_ONE_WAY)
         self._later(self._heal(link, fault.lasts_s))
-        return Strike(fault, now(), [])
+        return InjectedFault(fault, now(), [])
 
     async def _heal(self, link: tuple[str, str], after_s: float) -> None:
         try:
@@ -62,8 +62,8 @@ class Striker:
             self._links.heal(*link)
             self._busy.discard(link)
 
-    async def _process(self, fault: Fault) -> Strike | None:
-        # Looking at all processes takes a while; clients go on meanwhile.
+    async def _process(self, fault: Fault) -> InjectedFault | None:
+        # Looking at all processes takes a while; clients continue meanwhile.
         victims = await asyncio.to_thread(self._victims, fault)
         if not victims:
             return None
@@ -86,8 +86,8 @@ class Striker:
             return []
         return [victim, *(victim.children() if fault.target == "router" else [])]
 
-    def _signal(self, fault: Fault, victims: list[psutil.Process]) -> Strike:
-        strike = Strike(fault, now(), [victim.pid for victim in victims])
+    def _signal(self, fault: Fault, victims: list[psutil.Process]) -> InjectedFault:
+        fault_done = InjectedFault(fault, now(), [victim.pid for victim in victims])
         if fault.kind is Kind.STOP:
             for victim in victims:
                 victim.suspend()
@@ -99,9 +99,9 @@ class Striker:
             # Stopped first: it takes no connection between the list of them and its end.
             for victim in victims:
                 victim.suspend()
-            strike.ports = client_ports(victims) if fault.target in ("worker", "router") else set()
+            fault_done.ports = client_ports(victims) if fault.target in ("worker", "router") else set()
             victims[0].kill()
-        return strike
+        return fault_done
 
     async def _resume(self, victims: list[psutil.Process], after_s: float) -> None:
         try:

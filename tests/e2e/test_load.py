@@ -1,4 +1,4 @@
-"""200 clients at once against real processes: each request ends once and whole, and nothing is left anywhere."""
+"""200 clients immediately against real processes: each request ends once and whole, and nothing is left anywhere."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ class Answer:
     ends: int = 1
 
 
-def crowd() -> list[Ask]:
+def fill() -> list[Ask]:
     """Mixed lengths, priorities, sampling and streaming; a tenth leaves. Half of the prompts begin alike."""
     rng = random.Random(11)
     shared = random_prompt(1, 96, VOCAB_SIZE)
@@ -117,8 +117,8 @@ def open_files(pid: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_200_at_once(served: Served, watch: NodeWatch, reference: Reference) -> None:
-    asks = crowd()
+def test_200_immediately(served: Served, watch: NodeWatch, reference: Reference) -> None:
+    asks = fill()
     warm_up(served, [Ask(ask.prompt, ask.parameters, ask.streamed, None) for ask in asks[:24]])
     watch.wait_idle("prefill-0", "decode-0")
     before = descriptors(served)

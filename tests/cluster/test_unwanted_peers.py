@@ -11,6 +11,7 @@ from kvferry.common.base.ids import (
     new_request_id,
 )
 from kvferry.common.protocol.messages import Commit, Gone, Granted, HandoverFailed, Job, Refused, Reserve
+from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster
@@ -36,28 +37,30 @@ async def test_a_job_with_ids_outside_the_vocabulary(
     cluster: MakeCluster, reference: Reference, kinds: dict[str, int], prompt: list[int], output: list[int]
 ) -> None:
     async with cluster(**kinds) as c:
-        stranger = Stranger(c.context, "worker")
-        await stranger.meet(next(node for node in c.nodes.values() if node.role != "decode").shell.endpoint)
+        peer = Stranger(c.context, "worker")
+        await peer.meet(next(node for node in c.nodes.values() if node.role != "decode").shell.endpoint)
         job = Job(
             request_id=new_request_id(),
             attempt=1,
             placement_no=NUMBER,
-            model="tiny",
-            prompt_token_ids=array("I", prompt),
-            output_token_ids=array("I", output),
-            sampling=SamplingParams(max_new_tokens=4, repetition_penalty=1.5),
-            priority=3,
+            spec=RequestSpec(
+                model="tiny",
+                prompt_token_ids=array("I", prompt),
+                output_token_ids=array("I", output),
+                sampling=SamplingParams(max_new_tokens=4, repetition_penalty=1.5),
+                priority=3,
+            ),
             remaining_ms=10_000,
             waited_ms=0,
             candidates=(),
         )
-        stranger.say(job)
-        answer = await stranger.hear(HandoverFailed)
+        peer.say(job)
+        answer = await peer.hear(HandoverFailed)
         assert isinstance(answer, HandoverFailed)
         assert (answer.reason, answer.retryable) == ("invalid", False)
         assert "outside the vocabulary" in answer.detail
         await still_serves(c, reference)
-        await stranger.leave()
+        await peer.leave()
 
 
 @pytest.mark.asyncio
@@ -69,9 +72,9 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
         node = c.nodes["decode-0"]
         compatibility = await node.ask(lambda core: core.identity.compatibility)
         worker, prefill = Stranger(c.context, "worker"), Stranger(c.context, "prefill", compatibility)
-        for stranger in (worker, prefill):
-            await stranger.meet(node.shell.endpoint)
-            stranger.beat()
+        for peer in (worker, prefill):
+            await peer.meet(node.shell.endpoint)
+            peer.beat()
 
         def reserve(prompt: list[int]) -> Reserve:
             return Reserve(
@@ -79,10 +82,13 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
                 transfer_no=NUMBER,
                 placement_no=NUMBER,
                 worker=worker.incarnation,
-                prompt_token_ids=array("I", prompt),
-                output_token_ids=array("I"),
-                sampling=SamplingParams(max_new_tokens=4),
-                priority=3,
+                spec=RequestSpec(
+                    model="m",
+                    prompt_token_ids=array("I", prompt),
+                    output_token_ids=array("I"),
+                    sampling=SamplingParams(max_new_tokens=4),
+                    priority=3,
+                ),
                 remaining_ms=10_000,
                 waited_ms=0,
             )
@@ -103,7 +109,6 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
                 first_token_pos=len(PROMPT),
                 num_tokens=len(PROMPT),
                 token_id=VOCAB,
-                token_index=0,
             )
         )
         gone = await worker.hear(Gone)

@@ -21,7 +21,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Ask:
+class ClientRequest:
     """One request of one client."""
 
     number: int
@@ -68,16 +68,16 @@ def pool(seed: int, count: int, sizes: Sizes) -> tuple[Generation, ...]:
     return tuple(generations)
 
 
-def draw(rng: random.Random, count: int) -> Ask:
+def draw(rng: random.Random, count: int) -> ClientRequest:
     """One of `count` generations; a tenth leaves, a few have short deadlines."""
     leaves = rng.random() * 0.8 if rng.random() < 0.1 else None
     timeout = rng.choice((1, 2)) if leaves is None and rng.random() < 0.05 else None
-    return Ask(rng.randrange(count), rng.randint(1, 5), rng.random() < 0.6, leaves, timeout)
+    return ClientRequest(rng.randrange(count), rng.randint(1, 5), rng.random() < 0.6, leaves, timeout)
 
 
-def patient(number: int, *, streamed: bool = False) -> Ask:
-    """Somebody who waits for the end."""
-    return Ask(number, 3, streamed)
+def patient(number: int, *, streamed: bool = False) -> ClientRequest:
+    """A client that waits for the end."""
+    return ClientRequest(number, 3, streamed)
 
 
 def _ids(rng: random.Random, count: int, sizes: Sizes) -> tuple[int, ...]:

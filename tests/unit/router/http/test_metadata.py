@@ -1,4 +1,4 @@
-"""What is asked with GET: health, metadata, configuration, metrics; and the lifespan."""
+"""Resources that answer GET: health, metadata, configuration, metrics; and the lifespan."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ def test_healthy(path):
 
 
 @pytest.mark.parametrize("path", ["/v2/health/ready", "/health", "/v2/models/m/ready"])
-def test_not_ready_says_why(path):
+def test_not_ready_has_a_reason(path):
     http = HttpApp()
     http.service.not_ready = "no live decode node for model m"
     result = testing.TestClient(http.app).simulate_get(path)
@@ -49,7 +49,7 @@ def test_server_metadata():
     assert (result.json["name"], result.json["version"]) == ("kvferry", "1.2.3")
 
 
-def test_the_list_of_models_is_openais():
+def test_the_list_of_models_has_openais_form():
     http = HttpApp(started_at=7)
     http.service.models_known["a"] = msgspec.structs.replace(MODEL, name="a")
     result = testing.TestClient(http.app).simulate_get("/v1/models")
@@ -58,7 +58,7 @@ def test_the_list_of_models_is_openais():
     assert result.json == {"object": "list", "data": data}
 
 
-def test_before_any_node_told_of_a_model_the_list_is_empty():
+def test_the_list_of_models_is_empty_before_a_node_has_registered():
     http = HttpApp()
     http.service.models_known.clear()
     result = testing.TestClient(http.app).simulate_get("/v1/models")
@@ -76,7 +76,7 @@ def test_model_metadata():
     }
 
 
-def test_model_config_tells_the_limits():
+def test_model_config_has_the_limits():
     config = testing.TestClient(HttpApp().app).simulate_get("/v2/models/m/config").json
     assert config["name"] == "m"
     assert (config["max_model_len"], config["max_input_length"], config["max_prompt_tokens"]) == (2560, 2048, 2048)
@@ -92,7 +92,7 @@ def test_head_is_get_without_the_body(path):
 
 
 def samples(http: HttpApp) -> dict[str, float]:
-    """Values of the samples that have the label of model m; of histograms the count."""
+    """Values of the samples labelled with model m; for histograms the count."""
     result = testing.TestClient(http.app).simulate_get("/metrics")
     assert result.status_code == 200
     assert result.headers["content-type"].startswith("text/plain; version=0.0.4")
@@ -112,13 +112,13 @@ NAMES = {
 }  # fmt: skip
 
 
-def test_all_metrics_are_there_before_the_first_request():
+def test_all_metrics_exist_before_the_first_request():
     found = samples(HttpApp())
     assert found.keys() >= NAMES
     assert all(found[name] == 0 for name in NAMES)
 
 
-def test_metrics_follow_the_requests():
+def test_metrics_count_the_requests():
     http = HttpApp()
     client = testing.TestClient(http.app)
     body = encode(base(parameters={"max_new_tokens": 7}))
@@ -136,7 +136,7 @@ def test_metrics_follow_the_requests():
     assert {name: found[name] for name in expected} == expected
 
 
-def test_metrics_tell_what_the_nodes_tell():
+def test_metrics_show_the_reports_of_nodes():
     http = HttpApp()
     http.service.reported = ServiceCounts(
         cache_usage={"m": 0.25}, prefix_hit_rate={"m": 0.5}, preemptions={"m": 4, "unknown": 1}, swaps={"m": 6}
@@ -149,11 +149,11 @@ def test_metrics_tell_what_the_nodes_tell():
 
 
 async def _lifespan(http: HttpApp) -> list[str]:
-    told = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
+    messages = [{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}]
     sent: list[str] = []
 
     async def receive():
-        return told.pop(0)
+        return messages.pop(0)
 
     async def send(message) -> None:
         sent.append(str(message["type"]))
@@ -162,20 +162,20 @@ async def _lifespan(http: HttpApp) -> list[str]:
     return sent
 
 
-def test_lifespan_starts_and_stops_what_was_given():
+def test_lifespan_calls_startup_and_shutdown():
     http = HttpApp()
     assert asyncio.run(_lifespan(http)) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert http.events == ["startup", "shutdown"]
 
 
-def test_a_failed_startup_is_told_to_the_server():
+def test_a_failed_startup_is_reported_to_the_server():
     http = HttpApp(startup_error=OSError("address in use"))
     assert asyncio.run(_lifespan(http)) == ["lifespan.startup.failed"]
     assert http.events == ["startup"]
     assert http.log.records[0].exc_info is not None
 
 
-def test_a_websocket_is_turned_away():
+def test_a_websocket_is_closed():
     sent = []
 
     async def receive():
@@ -204,8 +204,8 @@ sys.stdout.buffer.write(metrics.render())
 """
 
 
-def test_any_worker_tells_the_numbers_of_all(tmp_path):
-    """Two processes as under gunicorn: the second one's answer has the first one's requests in it."""
+def test_any_worker_shows_the_metrics_of_all(tmp_path):
+    """Two processes as under gunicorn: the answer of the second includes the requests of the first."""
     environment = {**os.environ, MULTIPROCESS_VARIABLE: str(tmp_path)}
     for count in (2, 3):
         command = [sys.executable, "-c", _WORKER, str(count)]

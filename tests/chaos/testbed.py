@@ -41,7 +41,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Stand:
+class Testbed:
     """A cluster that serves, its links, and a look at its nodes."""
 
     shape: Shape
@@ -79,7 +79,7 @@ def tiny_model(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]], Links]) -> Iterator[Stand]:
+def running_testbed(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]], Links]) -> Iterator[Testbed]:
     """Start it; stopped and checked by `tests.support.serve` at the end, after a Ctrl-C and after SIGTERM as well."""
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     parts = parts_of(shape.prefill, shape.decode, shape.colocated)
@@ -93,11 +93,11 @@ def standing(shape: Shape, directory: Path, make_links: Callable[[Sequence[str]]
             colocated=shape.colocated,
         )  # fmt: skip
         with serving(options) as served, _watch(served, shape.keys) as watch:
-            stand = Stand(shape, served, links, watch)
-            stand.wait_whole()
-            yield stand
+            testbed = Testbed(shape, served, links, watch)
+            testbed.wait_whole()
+            yield testbed
             if sys.exc_info()[0] is None:
-                stand.wait_whole()
+                testbed.wait_whole()
     finally:
         links.close()
 
@@ -109,11 +109,11 @@ def _watch(served: Served, keys: KeyRing | None) -> NodeWatch:
     return NodeWatch(with_key(members, keys.public["router"].hex), keys.security("router"))
 
 
-async def on_every_worker(stand: Stand, what: Callable[[], Awaitable[object]]) -> None:
+async def on_every_worker(testbed: Testbed, what: Callable[[], Awaitable[object]]) -> None:
     """Run it once with each worker taking all new connections: what is opened at first use is then no leak."""
-    for worker in stand.served.workers():
-        with stand.served.only_worker(worker):
+    for worker in testbed.served.workers():
+        with testbed.served.only_worker(worker):
             # It was stopped for as long as the other one was busy, and is asking its nodes who they are.
-            await asyncio.to_thread(wait_until, stand.served.is_ready, "the worker is ready", IDLE_S)
+            await asyncio.to_thread(wait_until, testbed.served.is_ready, "the worker is ready", IDLE_S)
             await what()
-            await asyncio.to_thread(stand.served.metrics)
+            await asyncio.to_thread(testbed.served.metrics)

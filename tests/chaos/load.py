@@ -1,4 +1,4 @@
-"""A crowd of clients, each asking one request after another on a connection of its own, until it is told to stop."""
+"""Clients that send one request after another, each on a connection of its own, until they are stopped."""
 
 import asyncio
 import random
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tests.chaos import asks
-from tests.chaos.asks import Ask, Generation
-from tests.chaos.client import End, Record, ask_once, judge
+from tests.chaos import client_requests
+from tests.chaos.client import End, Record, judge, send_once
+from tests.chaos.client_requests import ClientRequest, Generation
 from tests.chaos.http import Connection
 
 _AGAIN_S = 0.25
-"""A refused client's pause; it does not wait the whole Retry-After, for that is what a crowd does."""
+"""A refused client's pause; it does not wait the whole Retry-After, for that is what a load does."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Target:
     port: int
     model: str
     generations: Sequence[Generation]
-    truths: list[list[int]] = field(default_factory=list)
+    expected_ids: list[list[int]] = field(default_factory=list)
 
 
 class Client:
@@ -32,15 +32,15 @@ class Client:
         self._target = target
         self._connection: Connection | None = None
 
-    async def ask(self, ask: Ask) -> Record:
-        """Ask it, and judge the answer if the truth is known."""
+    async def ask(self, ask: ClientRequest) -> Record:
+        """ClientRequest it, and judge the answer if the truth is known."""
         target = self._target
-        if self._connection is None or not self._connection.can_go_on:
+        if self._connection is None or not self._connection.can_continue:
             self.leave()
             self._connection = await Connection.open(target.port)
-        record = await ask_once(self._connection, target.model, target.generations, ask)
-        if target.truths:
-            judge(record, target.generations[ask.number], target.truths[ask.number])
+        record = await send_once(self._connection, target.model, target.generations, ask)
+        if target.expected_ids:
+            judge(record, target.generations[ask.number], target.expected_ids[ask.number])
         return record
 
     def leave(self) -> None:
@@ -53,23 +53,25 @@ class Client:
 async def learn(target: Target, clients: int = 8) -> list[list[int]]:
     """What every generation gives on a quiet cluster, asked streamed and unary, which must be the same."""
     numbers = iter(range(len(target.generations)))
-    truths: list[list[int]] = [[] for _ in target.generations]
+    expected_ids: list[list[int]] = [[] for _ in target.generations]
 
     async def run() -> None:
         client = Client(target)
         for number in numbers:
-            records = [await client.ask(asks.patient(number, streamed=streamed)) for streamed in (True, False)]
+            records = [
+                await client.ask(client_requests.patient(number, streamed=streamed)) for streamed in (True, False)
+            ]
             for record in records:
                 assert record.end is End.COMPLETE, record
             assert records[0].ids == records[1].ids, records
-            truths[number] = records[0].ids
+            expected_ids[number] = records[0].ids
         client.leave()
 
     await asyncio.gather(*(run() for _ in range(clients)))
-    return truths
+    return expected_ids
 
 
-class Crowd:
+class ClientLoad:
     """Clients with their records."""
 
     def __init__(self, target: Target, seed: int, size: int, think_s: float) -> None:
@@ -85,7 +87,7 @@ class Crowd:
         await asyncio.gather(*(self._client(number, on_record) for number in range(self._size)))
 
     def stop(self) -> None:
-        """Nobody begins another request."""
+        """No client begins another request."""
         self._stopping = True
 
     async def _client(self, number: int, on_record: Callable[[Record], None]) -> None:
@@ -93,7 +95,7 @@ class Crowd:
         client = Client(self._target)
         while not self._stopping:
             await asyncio.sleep(rng.expovariate(1 / self._think_s))
-            record = await client.ask(asks.draw(rng, len(self._target.generations)))
+            record = await client.ask(client_requests.draw(rng, len(self._target.generations)))
             self.records.append(record)
             on_record(record)
             if record.end in (End.REFUSED, End.LOST, End.IDLE_CLOSED):

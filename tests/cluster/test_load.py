@@ -1,4 +1,4 @@
-"""Many requests of all kinds at once: each ends once, says every index once, and nothing is left behind."""
+"""Many requests of all kinds immediately: each ends once, says every index once, and nothing is left behind."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ REQUESTS = 200
 
 @dataclass(frozen=True)
 class Ask:
-    """One client of the crowd."""
+    """One of many clients."""
 
     prompt: list[int]
     parameters: dict[str, Any]
@@ -30,7 +30,7 @@ class Ask:
     leaves: bool
 
 
-def crowd() -> list[Ask]:
+def fill() -> list[Ask]:
     """Mixed lengths, priorities, sampling and streaming; a tenth leaves mid-way. Half share a beginning."""
     rng = random.Random(5)
     shared = random_prompt(99, 64)
@@ -66,8 +66,8 @@ async def run_one(c: Cluster, ask: Ask) -> list[int] | None:
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-async def test_200_at_once(cluster: MakeCluster, reference: Reference) -> None:
-    asks = crowd()
+async def test_200_immediately(cluster: MakeCluster, reference: Reference) -> None:
+    asks = fill()
     sizes = {"num_blocks": 700, "max_step_tokens": 128, "max_running": 64}
     limits = Limits(queued_requests=1024)
     async with cluster(prefill=2, decode=2, limits=limits, **sizes) as c:
@@ -98,7 +98,7 @@ async def test_same_seed_same_tokens_in_any_company(cluster: MakeCluster) -> Non
 
 @pytest.mark.asyncio
 async def test_same_tokens_split_or_on_one_engine(cluster: MakeCluster, loaded: LoadedModel) -> None:
-    """Sampled with all that a request may ask for: two nodes and a ferry between them change nothing."""
+    """Sampled with all that a request may ask for: two nodes and a KV transfer between them change nothing."""
     prompts = [random_prompt(seed, 11 + 17 * seed) for seed in range(4)]
     asked: dict[str, Any] = {"temperature": 1.4, "top_k": 60, "top_p": 0.95, "repetition_penalty": 1.2}
     engine = EngineDriver(loaded)

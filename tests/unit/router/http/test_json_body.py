@@ -1,13 +1,13 @@
-"""What is no JSON is told with what is wrong and where."""
+"""A body that is not JSON is refused with the fault and its position."""
 
 import pytest
 
 from kvferry.common.base.errors import RequestInvalidError
-from kvferry.router.http.document import LARGE_BYTES, decode_json
+from kvferry.router.http.json_body.reader import LARGE_BYTES, decode_json
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "fault"),
     [
         ("foo", "no value begins with 'foo' (byte 0)"),
         ('{"ü": tru', "no value begins with 'tru' (byte 7)"),
@@ -25,20 +25,20 @@ from kvferry.router.http.document import LARGE_BYTES, decode_json
         ('["' + "x" * LARGE_BYTES, "it ends too early"),
     ],
 )
-def test_the_fault_and_its_place(text: str, told: str):
+def test_the_fault_and_its_position(text: str, fault: str):
     with pytest.raises(RequestInvalidError) as raised:
         decode_json(text.encode())
-    assert str(raised.value) == f"body: not valid JSON: {told}"
+    assert str(raised.value) == f"body: not valid JSON: {fault}"
 
 
-@pytest.mark.parametrize(("text", "told"), [("foo", "it ends too early"), ("{a", "object keys must be strings")])
-def test_no_place_is_told_in_what_is_left_of_a_body(text: str, told: str):
+@pytest.mark.parametrize(("text", "fault"), [("foo", "it ends too early"), ("{a", "object keys must be strings")])
+def test_no_position_is_reported_if_arrays_were_cut_out(text: str, fault: str):
     with pytest.raises(RequestInvalidError) as raised:
         decode_json(text.encode(), is_whole=False)
-    assert str(raised.value) == f"body: not valid JSON: {told}"
+    assert str(raised.value) == f"body: not valid JSON: {fault}"
 
 
 @pytest.mark.parametrize("text", [b"[" * 5000, b'{"a": ' * 5000, b"[1, " + b"1" * 5000, b'["\xff', b'"\xc3'])
-def test_the_strangest_body_is_a_fault_of_its_sender(text: bytes):
+def test_unusual_bodies_are_refused_as_invalid(text: bytes):
     with pytest.raises(RequestInvalidError, match=r"^body: "):
         decode_json(text)
