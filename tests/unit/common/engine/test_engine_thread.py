@@ -101,9 +101,7 @@ DECODE = tuple(StepBatch(number, (part(5, number),)) for number in (1, 2, 3))
 CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),))
 
 
-@pytest.mark.parametrize(
-    ("layer_s", "events"), [(PROGRESS_INTERVAL_S * 3, 4), (PROGRESS_INTERVAL_S / 2, 2), (PROGRESS_INTERVAL_S / 8, 0)]
-)
+@pytest.mark.parametrize(("intervals", "events"), [(3.0, 4), (1 / 2, 2), (1 / 8, 0)])
 def test_a_long_step_posts_its_progress_but_not_for_every_layer(intervals: float, events: int):
     """Each layer takes so many intervals. ADR 0027."""
     _, posted = run_slow(intervals * PROGRESS_INTERVAL_S, DECODE[0])
