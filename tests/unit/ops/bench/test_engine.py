@@ -91,7 +91,7 @@ def test_a_model_cut_over_ranks_is_measured_and_one_that_cannot_be_is_refused(
     assert report["prefill"]["8"]["tok_s"] > 0
     assert report["decode"]["2"]["tok_s"] > 0
     assert main([*arguments, "--tp", "4"]) != 0
-    assert "num_attention_heads is 6, which does not divide by 4" in capsys.readouterr().err
+    assert "num_attention_heads is 6, which is not divisible by 4" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
