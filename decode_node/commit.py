@@ -80,9 +80,9 @@ class CommitHandler:
         """
         if entry.state is not ReceiveState.OWNED or entry.ledger is None or entry.commit is None:
             return []
-        wait_s = self.timers.piece_idle_s
+        wait_s = self.timers.piece_idle_timeout_s
         if self._sender_is_gone(entry):
-            wait_s = min(wait_s, self.timers.client_silent_s)
+            wait_s = min(wait_s, self.timers.client_timeout_s)
         if now - entry.ledger.last_arrival <= wait_s:
             return []
         return self._ask_again(entry, entry.ledger.missing(entry.commit), "pieces did not arrive", now)

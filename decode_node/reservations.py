@@ -66,7 +66,7 @@ class Reservations:
         if self.draining:
             return "draining"
         worker = self.clients.get(message.worker)
-        if worker is None or now - worker.last_heartbeat > self.timers.worker_link_s:
+        if worker is None or now - worker.last_heartbeat > self.timers.worker_timeout_s:
             return "no_worker_link"
         if not worker.wants(message.placement_no, key.request_id, key.attempt):
             return "gone"
@@ -154,11 +154,15 @@ class Reservations:
         return (load.free_blocks + held) * load.block_size >= head.sequence.tokens_to_start
 
     def revoke_unused(self, now: float) -> list[Action]:
-        """While others wait: revoke grants for which no piece has arrived in `grant_idle_s`."""
+        """While others wait: revoke grants for which no piece has arrived in `grant_idle_timeout_s`."""
         actions: list[Action] = []
         for entry in self.entries if self.entries.queued else ():
             ledger = entry.ledger
-            if entry.state is ReceiveState.RESERVED and ledger and now - ledger.last_arrival > self.timers.grant_idle_s:
+            if (
+                entry.state is ReceiveState.RESERVED
+                and ledger
+                and now - ledger.last_arrival > self.timers.grant_idle_timeout_s
+            ):
                 actions += self._revoke(entry, "time", now)
         return actions
 

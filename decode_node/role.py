@@ -68,7 +68,9 @@ class DecodeRole:
 
     def __post_init__(self) -> None:
         context = self.context
-        self.staging = StagingSlots(context.num_staging_slots, context.limits.slots_per_transfer, context.timers)
+        self.staging = StagingSlots(
+            context.num_staging_slots, context.limits.staging_slots_per_transfer, context.timers
+        )
         self.entries = EntryTable(context.scheduler, self.staging)
         self._reservations = Reservations(
             self.entries, context.timers, context.limits, context.shape.num_layers, context.clients

@@ -106,7 +106,7 @@ class StagingSlots:
         for key, quarantine in list(self._quarantined.items()):
             if quarantine.closed_at is not None and now - quarantine.closed_at > self.timers.quarantine_s:
                 self.on_stopped(key)
-            elif now - quarantine.asked_at >= self.timers.repeat_s:
+            elif now - quarantine.asked_at >= self.timers.retransmit_s:
                 quarantine.asked_at = now
                 if is_client(key.prefill):
                     actions.append(Send(key.prefill, Revoke(key=key, reason="staging slots")))

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 from tqdm import tqdm
 
-from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.errors import KvferryError
+from kvferry.common.base.user_cache import cache_dir
 
 MODEL_NAME = "smollm2-135m-instruct"
 """What it is called in URLs."""

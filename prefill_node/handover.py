@@ -285,16 +285,16 @@ class HandoverSender:
     def tick(self, now: float) -> list[Action]:
         """Repeat what was not answered; give up what waited too long."""
         timers, since = self.context.timers, now - self._asked_at
-        if self.state is SendState.ASKING and (since > timers.answer_wait_s or self._target_is_gone):
+        if self.state is SendState.ASKING and (since > timers.reserve_timeout_s or self._target_is_gone):
             return self.ask(now)
         if self.state is SendState.QUEUED and since > timers.queued_wait_s and self._has_other:
             self.failure = "no_room"
             return self.ask(now)
-        if self.state is SendState.COMMITTING and since > timers.commit_wait_s:
+        if self.state is SendState.COMMITTING and since > timers.commit_timeout_s:
             return self._fail("commit_unanswered", now)
-        repeat_s = timers.queued_wait_s if self.state is SendState.QUEUED else timers.repeat_s
+        retransmit_s = timers.queued_wait_s if self.state is SendState.QUEUED else timers.retransmit_s
         target_up = self.key is not None and self.context.peers.is_up(self.key.decode)
-        if not target_up or now - self._sent_at < repeat_s:
+        if not target_up or now - self._sent_at < retransmit_s:
             return []
         if self.state in (SendState.ASKING, SendState.QUEUED):
             return self._send_reserve(now)

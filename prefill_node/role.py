@@ -157,7 +157,9 @@ class PrefillRole:
             return True
         ungranted = self.jobs.ungranted_blocks
         want = -(-(len(spec.token_ids) + 1) // self.context.block_size)
-        return ungranted == 0 or ungranted + want <= self.context.limits.ungranted_share * self.context.num_blocks
+        return (
+            ungranted == 0 or ungranted + want <= self.context.limits.unreserved_prompt_share * self.context.num_blocks
+        )
 
     def wants_layers(self, batch: StepBatch) -> bool:
         return self._handovers.wants_layers(batch)

@@ -39,7 +39,7 @@ class ReservationPauses:
     """
 
     scheduler: Scheduler
-    pause_release_s: float
+    paused_reservation_s: float
 
     def tick(self, job: PrefillJob, now: float) -> list[Action]:
         """Release the reservation of a job that has had no chunk in a step for too long."""
@@ -49,7 +49,7 @@ class ReservationPauses:
             job.paused_since = None
         elif job.paused_since is None:
             job.paused_since = now
-        elif now - job.paused_since > self.pause_release_s:
+        elif now - job.paused_since > self.paused_reservation_s:
             released = job.sender.release(now)
             job.num_releases += bool(released)
             return released
@@ -80,7 +80,7 @@ class HandoverManager:
     """Steps in flight that report their layers, by step id."""
 
     def __post_init__(self) -> None:
-        self._pauses = ReservationPauses(self.scheduler, self.context.timers.pause_release_s)
+        self._pauses = ReservationPauses(self.scheduler, self.context.timers.paused_reservation_s)
 
     # -- the engine
 
@@ -244,7 +244,7 @@ class HandoverManager:
         """Whether an ended job's blocks may go: no piece is asked for any more, or the retained KV has expired."""
         if job.state is JobState.HANDED and job.sender is not None:
             idle_s = now - job.sender.last_activity
-            return not job.pinned and idle_s > 2 * self.context.timers.piece_idle_s
+            return not job.pinned and idle_s > 2 * self.context.timers.piece_idle_timeout_s
         return now > job.retained_until
 
     def give_slots(self, now: float) -> list[Action]:

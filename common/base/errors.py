@@ -1,17 +1,17 @@
-"""The error tree: whose fault it is, whether trying again can help. May not know about HTTP or ZeroMQ.
+"""The error tree: who is at fault, and whether a retry can help. Must not depend on HTTP or ZeroMQ.
 
-The HTTP layer maps these to a status in one place (`router.http.errors`).
+The HTTP layer maps these errors to status codes in one place (`router.http.errors`).
 """
 
 
 class KvferryError(Exception):
-    """Base of every error that this project raises on purpose; its text is fit for a user."""
+    """Base of every error that this project raises on purpose. Its text is written for users."""
 
     retryable = False
 
 
 class ConfigError(KvferryError):
-    """The configuration or the command line is wrong: says which key and what would be right."""
+    """The configuration or the command line is wrong. The text names the key and what is expected."""
 
 
 class ModelLoadError(KvferryError):
@@ -19,19 +19,19 @@ class ModelLoadError(KvferryError):
 
 
 class DeviceUnavailableError(KvferryError):
-    """The wanted device is not on this machine; the text says what is missing."""
+    """The requested device is not available on this machine. The text names what is missing."""
 
 
 class RequestInvalidError(KvferryError):
-    """The client's input breaks a rule; the text says which and where."""
+    """The client's input is invalid. The text names the rule and the field."""
 
 
 class ModelNotFoundError(KvferryError):
-    """The client named a model that this router never knew."""
+    """The client named a model that no node has ever announced to this router."""
 
 
 class OverloadedError(KvferryError):
-    """A bound is reached; the same request may pass later."""
+    """A limit is reached. The same request may succeed later."""
 
     retryable = True
 
@@ -51,22 +51,22 @@ class UnavailableError(KvferryError):
 
 
 class GenerationError(KvferryError):
-    """The model could not generate: not-a-number logits, say."""
+    """The model failed to generate, for example because its logits are NaN."""
 
 
 class OutOfSocketsError(KvferryError):
-    """This process has no descriptor, or ZeroMQ no socket, left; one may come free."""
+    """The process ran out of file descriptors, or ZeroMQ out of sockets. Retry after some are closed."""
 
     retryable = True
 
     def __init__(self, what: str, reason: str) -> None:
-        super().__init__(f"no {what}: {reason} (see ulimit -n)")
+        super().__init__(f"cannot open {what}: {reason}; raise the limit of open files (ulimit -n)")
         self.reason = reason
 
 
 class ProtocolError(KvferryError):
-    """A peer sent something that the control protocol does not allow."""
+    """A peer sent something that the control protocol does not permit."""
 
 
 class InvariantError(KvferryError):
-    """A state machine met an event it has no row for, or a table lost its balance: a bug on our side."""
+    """A bug in this project: an event without a transition, or tables that contradict each other."""

@@ -1,8 +1,8 @@
-"""Log lines: for people or as JSON objects, each with time, level, process and, where there is one, the request id.
+"""Logging: human-readable lines or JSON objects, each with time, level, process and, if there is one, the request id.
 
-Sets up the standard logging module and nothing else; every process calls `setup_logging` once, itself. Prompts and
-generated tokens are never logged above debug. Nobody waits for whoever reads the lines: while nobody does, they are
-dropped and counted.
+Configures the standard logging module and nothing else; each process calls `setup_logging` once. Prompts and generated
+tokens are never logged above debug level. Logging never blocks: lines that the reader does not take are dropped and
+counted.
 """
 
 import logging
@@ -19,33 +19,31 @@ from kvferry.common.base.log_writer import (
 from kvferry.common.config.schema import LogConfig
 
 ACCESS_LOGGER = "kvferry.access"
-"""One record per HTTP request; silent when log.access_log is false."""
+"""One record per HTTP request; disabled when log.access_log is false."""
 
 _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
     "message",
     "asctime",
     "request_id",
     "taskName",
-    "color_message",  # uvicorn's own second text
+    "color_message",  # uvicorn's coloured copy of the message
 }
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-"""What others sent, a request id say, must not make lines of its own, nor write to somebody's terminal."""
+"""Escapes for control characters: text from a client (a request id) must not forge lines or control a terminal."""
 _PROBED = ("/v2/health/", "/health", "/metrics")
 _IN_ACCESS_MESSAGE = ("method", "path", "status")
 _SHORT_ID_CHARS = 8
 
 
 class RequestLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose lines carry one request's id."""
+    """A logger that adds one request's id to each record."""
 
     def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
-        """Add the id to what the caller gave as `extra`."""
         kwargs["extra"] = {**(kwargs.get("extra") or {}), **(self.extra or {})}
         return msg, kwargs
 
 
 def request_logger(logger: logging.Logger, request_id: str) -> RequestLogger:
-    """`logger` for one request."""
     return RequestLogger(logger, {"request_id": request_id})
 
 
@@ -57,27 +55,25 @@ class HumanFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, then the traceback if there is one."""
         line = f"{_timestamp(record)} {record.levelname:<7} {self._process} {record.name}: {record.getMessage()}"
         request_id = getattr(record, "request_id", "")
         if request_id:
             line += f" [request {str(request_id)[:_SHORT_ID_CHARS]}]"
-        said = _IN_ACCESS_MESSAGE if record.name == ACCESS_LOGGER else ()
+        in_message = _IN_ACCESS_MESSAGE if record.name == ACCESS_LOGGER else ()
         for key, value in _extra(record).items():
-            if value != "" and key not in said:
+            if value != "" and key not in in_message:
                 line += f" {key}={value}"
         return line.translate(_CONTROL) + "".join(f"\n{text}" for text in _traceback(self, record))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, request_id, the record's extra keys, exception."""
+    """One JSON object per line: time, level, process, logger, message, request_id, the extra keys, exception."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object, without line breaks."""
         fields: dict[str, object] = {
             "time": _timestamp(record),
             "level": record.levelname.lower(),
@@ -96,37 +92,36 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineHandler(logging.Handler):
-    """Writes records to a descriptor as far as somebody reads there; says how many were dropped when it goes on."""
+    """Writes records to a descriptor without blocking. After a gap it reports how many lines were dropped."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
-        self._lines = LogWriter(fd)
+        self._writer = LogWriter(fd)
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, or drop it."""
         try:
-            if self._num_dropped and self._lines.write(self.format(self._lost())):
+            if self._num_dropped and self._writer.write(self.format(self._drop_record())):
                 self._num_dropped = 0
-            if not self._lines.write(self.format(record)):
+            if not self._writer.write(self.format(record)):
                 self._num_dropped += 1
-        except Exception:  # noqa: BLE001  as the standard handlers: a record that cannot be formatted ends nothing
+        except Exception:  # noqa: BLE001  as in the standard handlers: a record that cannot be formatted must not stop the process
             self.handleError(record)
 
-    def _lost(self) -> logging.LogRecord:
-        said = f"lines that were dropped since nobody read them: {self._num_dropped}"
-        return logging.LogRecord("kvferry.log", logging.WARNING, "", 0, said, None, None)
+    def _drop_record(self) -> logging.LogRecord:
+        text = f"log lines dropped because the reader of this stream fell behind: {self._num_dropped}"
+        return logging.LogRecord("kvferry.log", logging.WARNING, "", 0, text, None, None)
 
 
 def make_handler(config: LogConfig, process: str, fd: int = STDERR_FD) -> logging.Handler:
-    """A handler that writes to `fd` in the configured form."""
+    """A handler that writes to `fd` in the configured format."""
     handler = LineHandler(fd)
     handler.setFormatter(JsonFormatter(process) if config.format == "json" else HumanFormatter(process))
     return handler
 
 
 def setup_logging(config: LogConfig, process: str, fd: int = STDERR_FD) -> None:
-    """Make this process log as configured, under the name `process` (e.g. `prefill-0`). May be called again."""
+    """Configure logging of this process under the name `process` (e.g. `prefill-0`). May be called more than once."""
     root = logging.getLogger()
     for handler in root.handlers[:]:
         root.removeHandler(handler)
@@ -135,16 +130,16 @@ def setup_logging(config: LogConfig, process: str, fd: int = STDERR_FD) -> None:
     root.setLevel(config.level.upper())
     access = logging.getLogger(ACCESS_LOGGER)
     access.disabled = not config.access_log
-    access.removeFilter(_is_no_probe)
+    access.removeFilter(_is_not_a_probe)
     if config.level != "debug":
-        access.addFilter(_is_no_probe)
-    # These tell of every request and connection at info.
+        access.addFilter(_is_not_a_probe)
+    # These log every request and connection at info level.
     for chatty in ("httpx", "httpcore"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, root.level))
 
 
-def _is_no_probe(record: logging.LogRecord) -> bool:
-    """Whether an access record is of a request, not of something that asks every second whether all is well."""
+def _is_not_a_probe(record: logging.LogRecord) -> bool:
+    """Whether an access record is about a request, not a health check or a scrape of metrics."""
     return not str(getattr(record, "path", "")).startswith(_PROBED)
 
 

@@ -1,7 +1,7 @@
-"""Ranges of numbers in messages: checked once, where a message is decoded. Types only.
+"""Ranges of the numbers in messages, checked once, when a message is decoded. Types only.
 
-What a peer sends is used as an index, a length or a time without another look; so none is negative, and none so large
-that arithmetic with it, or a loop over it, could harm the receiver.
+A number from a peer is used as an index, a length or a time without another check. So none may be negative, and none so
+large that arithmetic with it, or a loop over it, could harm the receiver.
 """
 
 from typing import Annotated
@@ -9,22 +9,22 @@ from typing import Annotated
 from msgspec import Meta
 
 Uint32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-"""Checksums."""
+"""A checksum."""
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-"""As wide as ids are on the wire."""
+"""As wide as token ids are on the wire."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""Numbers of things and running numbers: exact in every JSON parser, and far beyond what one life counts."""
+"""A count or a sequence number: exact in every JSON parser, and more than one process ever counts."""
 Positions = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""Tokens of one request, positions and indices of them."""
+"""A number of tokens of one request, or a position among them."""
 Pieces = Annotated[int, Meta(ge=0, le=2**20)]
-"""Numbers of pieces of one hand-over: a receiver walks through them."""
+"""A number of pieces of one KV transfer. Bounded because the receiver loops over them."""
 Milliseconds = Annotated[int, Meta(ge=0, le=10**12)]
-"""Up to thirty years."""
+"""At most about thirty years."""
 Priority = Annotated[int, Meta(ge=1, le=5)]
-"""1 comes first."""
+"""1 is the most urgent."""
 PositiveFloat = Annotated[float, Meta(gt=0)]
-"""What is divided by."""
+"""A divisor."""
 Probability = Annotated[float, Meta(gt=0, le=1)]
-"""Of something that must not be impossible."""
+"""A probability; zero is not permitted."""
 Seed = Annotated[int, Meta(ge=0)]
-"""Up to 2**64 - 1: a header with a larger number is not valid (JSON numbers beyond that are no integers there)."""
+"""At most 2**64 - 1: decoding refuses a header with a larger number, which JSON integers here do not cover."""

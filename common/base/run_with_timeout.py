@@ -1,24 +1,24 @@
-"""A bound on how long a coroutine may take. For event loops; knows nothing of what it runs.
+"""Runs a coroutine with a timeout that loses neither its result nor a cancellation. For event loops.
 
-Neither `asyncio.timeout` nor `asyncio.wait_for` is used: what is awaited when the time is over can have its result
-thrown away (a connection that was just made stays open), `wait_for` before Python 3.12 swallows a cancellation that
-meets the result (python/cpython#86296), and `timeout` can take one from outside for its own (python/cpython#134471;
-a pending request is rescinded by `uncancel` from 3.13 on only). Here the work is a task of its own, and each of the
-three things that can happen is told by who was asked.
+`asyncio.timeout` and `asyncio.wait_for` are not used, for three reasons. Both can discard a result that arrives as the
+time expires, so a connection that was just made stays open. `wait_for` before Python 3.12 swallows a cancellation that
+coincides with the result (python/cpython#86296). `timeout` can mistake a cancellation from outside for its own
+(python/cpython#134471; `uncancel` rescinds a pending request only from Python 3.13). Here the work is a task of its
+own, so result, timeout and cancellation of the caller are separate events.
 """
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+ResultT = TypeVar("ResultT")
 
 
-async def run_with_timeout(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result, or its exception. TimeoutError when it was not done in time: it was cancelled and has ended.
+async def run_with_timeout(timeout_s: float | None, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return the work's result or raise its exception. TimeoutError: it was cancelled and has ended.
 
-    No time (None) is no bound. A result that comes with the end of the time is returned. A cancellation of the caller
-    is never lost.
+    `timeout_s=None` waits without a limit. A result that arrives as the time expires is returned. A cancellation of the
+    caller always takes effect.
     """
     task = asyncio.get_running_loop().create_task(work)
     try:

@@ -97,7 +97,7 @@ class ClientTable:
 
     def take_silent(self, now: float) -> list[Client]:
         """Remove and return the clients that were silent for too long."""
-        silent = [c for c in self.clients.values() if now - c.last_heard > self.timers.client_silent_s]
+        silent = [c for c in self.clients.values() if now - c.last_heard > self.timers.client_timeout_s]
         for client in silent:
             del self.clients[client.incarnation]
             self._forgotten[client.incarnation] = None

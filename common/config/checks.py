@@ -1,6 +1,6 @@
-"""Checks that look at several keys at once, or at more than a type says. Pure.
+"""Checks of a configuration beyond the types of single keys: relations between keys, ranges, endpoints. Pure.
 
-`check_config` refuses what cannot work; `config_notes` and `host_notes` tell what works but may not be meant.
+`check_config` refuses a configuration that cannot work; `config_notes` and `host_notes` warn about surprising ones.
 """
 
 import math
@@ -17,25 +17,29 @@ from kvferry.common.config.resolve import node_counts, resolve_node
 from kvferry.common.config.schema import NODE_KINDS, ClusterConfig, RoleConfig
 from kvferry.common.config.toml import quote
 
-_MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_wait_s"}
-_IN_ORDER = (
+_MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_request_wait_s"}
+_STRICTLY_BELOW = (
     ("heartbeat_s", "suspect_s"),
     ("suspect_s", "dead_after_s"),
-    ("heartbeat_s", "client_silent_s"),
+    ("heartbeat_s", "client_timeout_s"),
     ("engine_stall_s", "engine_stall_exit_s"),
     ("link_heartbeat_s", "link_timeout_s"),
 )
-_NOT_ABOVE = (("backoff_min_s", "backoff_max_s"), ("reconnect_min_s", "reconnect_max_s"), ("repeat_s", "commit_wait_s"))
+_NOT_ABOVE = (
+    ("backoff_min_s", "backoff_max_s"),
+    ("reconnect_min_s", "reconnect_max_s"),
+    ("retransmit_s", "commit_timeout_s"),
+)
 
 
-_LONGEST_S = 1e9
-_SHORTEST_S = 0.001
-_LEAST_HEADER_BYTES = 65_536
-_LEAST_PIECE_BYTES = 65_536
-"""A Commit counts to a million: of smaller pieces a long prompt would have more."""
-_ID_BYTES = 4
-_LARGEST = 2**53
-_MOST = {
+_MAX_SECONDS = 1e9
+_MIN_SECONDS = 0.001
+_MIN_HEADER_BYTES = 65_536
+_MIN_PIECE_BYTES = 65_536
+"""A Commit counts at most a million pieces; with smaller ones a long prompt would have more."""
+_TOKEN_ID_BYTES = 4
+_MAX_INTEGER = 2**53
+_MAX = {
     "router.workers": 1024,
     "router.backlog": 65_535,
     "node.threads": 4096,
@@ -51,26 +55,28 @@ _MOST = {
     "serve.colocated": 1024,
     **{f"{role}.threads": 4096 for role in NODE_KINDS},
 }
-"""More processes or threads would take the host down; larger numbers would not fit where the system takes them."""
+"""Upper bounds: more processes or threads would overload the host, larger numbers would overflow in system calls."""
 
 
 def check_config(config: ClusterConfig) -> None:
-    """ConfigError for the first thing that cannot work."""
+    """ConfigError, starting with the key, for the first error found."""
     if "/" in config.model.name:
-        raise ConfigError(f"model.name: {config.model.name!r} has a slash, so no URL could name it")
+        raise ConfigError(f"model.name: {config.model.name!r} contains a slash, so no URL can contain it")
     for key, text in _names(config):
         if not text.isprintable():
-            raise ConfigError(f"{key}: {quote(text)} has characters that cannot be printed")
+            raise ConfigError(f"{key}: {quote(text)} contains characters that are not printable")
     _check_sizes(config)
     if config.model.name != config.model.name.strip():
-        raise ConfigError("model.name: begins or ends with white space")
+        raise ConfigError(f"model.name: {config.model.name!r} starts or ends with white space")
     _check_timers(config.timers)
     _check_limits(config.limits)
-    if config.limits.job_ids_max_bytes < _ID_BYTES * config.node.max_model_len:
-        least = _ID_BYTES * config.node.max_model_len
-        raise ConfigError(f"limits.job_ids_max_bytes: expected at least {least}, {_ID_BYTES} a token of max_model_len")
-    if config.serve.restart_min_s > config.serve.restart_max_s:
-        raise ConfigError("serve.restart_min_s: must not be above serve.restart_max_s")
+    least = _TOKEN_ID_BYTES * config.node.max_model_len
+    if config.limits.job_token_ids_max_bytes < least:
+        raise ConfigError(
+            f"limits.job_token_ids_max_bytes: expected at least {least} ({_TOKEN_ID_BYTES} bytes for each token of "
+            f"node.max_model_len), got {config.limits.job_token_ids_max_bytes}"
+        )
+    _check_order("serve", config.serve, (("restart_min_s", "restart_max_s"),), strictly=False)
     _check_counts(config)
     for role in NODE_KINDS:
         _check_role(role, config.role(role), config)
@@ -80,13 +86,15 @@ def check_config(config: ClusterConfig) -> None:
 
 
 def config_notes(config: ClusterConfig) -> tuple[str, ...]:
-    """What is allowed but may surprise, one line each; for the log."""
+    """Warnings about a valid configuration, one line each."""
     return tuple(_notes(config))
 
 
 def host_notes(config: ClusterConfig, host: HostFacts) -> tuple[str, ...]:
-    """What this host may be too small for, one line each, where all nodes of the configuration are started on it.
-    Memory is not among it: nodes refuse what does not fit."""
+    """Warnings, one line each, about a host that is too small to run all nodes of the configuration.
+
+    Does not check memory: nodes refuse what does not fit.
+    """
     counts = node_counts(config)
     size = config.node.tensor_parallel
     threads = sum(resolve_node(config, role, host).threads * size * number for role, number in counts.items())
@@ -94,13 +102,13 @@ def host_notes(config: ClusterConfig, host: HostFacts) -> tuple[str, ...]:
         return ()
     cores = f"{host.cores} core" + ("" if host.cores == 1 else "s")
     return (
-        f"serve.prefill, serve.decode, serve.colocated: {sum(counts.values())} nodes with {threads} threads in all share "
-        f"{cores}: they start slowly and wait for one another",
+        f"serve.prefill, serve.decode, serve.colocated: {sum(counts.values())} nodes with {threads} threads in total "
+        f"share {cores}: they start slowly and slow each other down",
     )
 
 
 def model_name(config: ClusterConfig) -> str:
-    """The name that URLs have: model.name, else the file's or directory's own; empty where neither is given."""
+    """The model's name in URLs: model.name, else the name of the file or directory; empty when neither is set."""
     if config.model.name or not config.model.path:
         return config.model.name
     path = Path(config.model.path)
@@ -116,58 +124,66 @@ def _names(config: ClusterConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_sizes(config: ClusterConfig) -> None:
-    """Numbers beyond all reason would fail somewhere later, and tell of something else."""
+    """Refuse absurdly large numbers: they would fail later with a misleading error."""
     for section, content in msgspec.to_builtins(config).items():
         for key, value in content.items():
             name = f"{section}.{key}"
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            most = _MOST.get(name, _LONGEST_S if isinstance(value, float) else _LARGEST)
-            if not value <= most:
-                raise ConfigError(f"{name}: expected at most {most:g}, got {value:g}")
+            greatest = _MAX.get(name, _MAX_SECONDS if isinstance(value, float) else _MAX_INTEGER)
+            if not value <= greatest:
+                raise ConfigError(f"{name}: expected at most {_number(greatest)}, got {_number(value)}")
 
 
 def _check_timers(timers: Timers) -> None:
     for name, value in msgspec.structs.asdict(timers).items():
         if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
             raise ConfigError(f"timers.{name}: expected a number of seconds above 0, got {value:g}")
-        if 0 < value < _SHORTEST_S:
-            raise ConfigError(f"timers.{name}: expected at least {_SHORTEST_S:g} s, got {value:g}")
-    for low, high in _IN_ORDER:
-        if getattr(timers, low) >= getattr(timers, high):
-            raise ConfigError(f"timers.{low}: must be below timers.{high}")
-    for low, high in _NOT_ABOVE:
-        if getattr(timers, low) > getattr(timers, high):
-            raise ConfigError(f"timers.{low}: must not be above timers.{high}")
+        if 0 < value < _MIN_SECONDS:
+            raise ConfigError(f"timers.{name}: expected at least {_MIN_SECONDS:g} s, got {value:g}")
+    _check_order("timers", timers, _STRICTLY_BELOW, strictly=True)
+    _check_order("timers", timers, _NOT_ABOVE, strictly=False)
+
+
+def _check_order(name: str, section: msgspec.Struct, pairs: tuple[tuple[str, str], ...], *, strictly: bool) -> None:
+    for low, high in pairs:
+        lower, upper = getattr(section, low), getattr(section, high)
+        if lower > upper or (strictly and lower == upper):
+            relation = "less than" if strictly else "at most"
+            raise ConfigError(
+                f"{name}.{low}: expected {relation} {name}.{high} ({_number(upper)}), got {_number(lower)}"
+            )
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _check_transports(config: ClusterConfig) -> None:
     if "zmq" not in config.node.kv_transports:
-        raise ConfigError("node.kv_transports: zmq must be among them; shm alone carries no messages")
+        listed = ", ".join(config.node.kv_transports)
+        raise ConfigError(f"node.kv_transports: must include zmq, because shm carries no messages; got [{listed}]")
 
 
 def _check_limits(limits: Limits) -> None:
     for name, value in msgspec.structs.asdict(limits).items():
         if name.endswith("_share"):
             if not 0 <= value <= 1:
-                raise ConfigError(f"limits.{name}: expected a share from 0 to 1, got {value:g}")
+                raise ConfigError(f"limits.{name}: expected a fraction from 0 to 1, got {value:g}")
         elif value < 1:
             raise ConfigError(f"limits.{name}: expected at least 1, got {value}")
-    if limits.header_max_bytes < _LEAST_HEADER_BYTES:
-        raise ConfigError(f"limits.header_max_bytes: expected at least {_LEAST_HEADER_BYTES}")
-    if limits.piece_target_bytes < _LEAST_PIECE_BYTES:
-        raise ConfigError(f"limits.piece_target_bytes: expected at least {_LEAST_PIECE_BYTES}")
-    if limits.piece_target_bytes > limits.piece_max_bytes:
-        raise ConfigError("limits.piece_target_bytes: must not be above limits.piece_max_bytes")
-    if limits.transfers_per_peer > limits.transfers_per_node:
-        raise ConfigError("limits.transfers_per_peer: must not be above limits.transfers_per_node")
+    for name, least in (("header_max_bytes", _MIN_HEADER_BYTES), ("piece_target_bytes", _MIN_PIECE_BYTES)):
+        if getattr(limits, name) < least:
+            raise ConfigError(f"limits.{name}: expected at least {least}, got {getattr(limits, name)}")
+    pairs = (("piece_target_bytes", "piece_max_bytes"), ("transfers_per_peer", "transfers_per_node"))
+    _check_order("limits", limits, pairs, strictly=False)
 
 
 def _check_counts(config: ClusterConfig) -> None:
     counts = node_counts(config)
     for role in ("prefill", "decode"):
         if counts[role] + counts["colocated"] < 1:
-            raise ConfigError(f"serve.{role}: at least 1 without colocated nodes (serve.colocated), got {counts[role]}")
+            raise ConfigError(f"serve.{role}: expected at least 1 when serve.colocated is 0, got {counts[role]}")
 
 
 def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
@@ -181,9 +197,14 @@ def _check_role(role: str, section: RoleConfig, config: ClusterConfig) -> None:
         advertised = getattr(section, key)
         if advertised:
             if _endpoint(f"{role}.{key}", advertised).is_wildcard:
-                raise ConfigError(f"{role}.{key}: {advertised} is no address that others can connect to")
-        elif _endpoint(f"{role}.{bind_key}", getattr(section, bind_key)).is_wildcard:
-            raise ConfigError(f"{role}.{key}: needed, for {role}.{bind_key} is a wildcard address")
+                raise ConfigError(
+                    f"{role}.{key}: {advertised} is a wildcard address; set the address that peers connect to"
+                )
+        elif _endpoint(f"{role}.{bind_key}", bound := getattr(section, bind_key)).is_wildcard:
+            raise ConfigError(
+                f"{role}.{key}: must be set to the address that peers connect to, because {role}.{bind_key} "
+                f"({bound}) is a wildcard address"
+            )
 
 
 def _check_ranks(role: str, section: RoleConfig, size: int) -> None:
@@ -191,9 +212,15 @@ def _check_ranks(role: str, section: RoleConfig, size: int) -> None:
         text = getattr(section, key)
         endpoint = _endpoint(f"{role}.{key}", text) if text else None
         if endpoint is not None and endpoint.scheme == "inproc":
-            raise ConfigError(f"{role}.{key}: {text} does not reach the other ranks' processes")
+            raise ConfigError(
+                f"{role}.{key}: {text} is only reachable within one process, and a node with node.tensor_parallel = "
+                f"{size} has {size}; use tcp or ipc"
+            )
         if endpoint is not None and (endpoint.port or 0) + size - 1 > 65535:
-            raise ConfigError(f"{role}.{key}: {text} leaves no ports for {size} ranks")
+            raise ConfigError(
+                f"{role}.{key}: {text} leaves too few ports for {size} ranks; expected a port of at most "
+                f"{65535 - size + 1}"
+            )
 
 
 def _check_discovery(config: ClusterConfig) -> None:
@@ -206,26 +233,31 @@ def _check_discovery(config: ClusterConfig) -> None:
         may_be_remote = discovery.allow_remote or config.security.is_on
         _check_bind("discovery.proxy_nodes", discovery.proxy_nodes, may_be_remote, "discovery.allow_remote")
         if not _endpoint("discovery.proxy_workers", discovery.proxy_workers).is_local:
-            raise ConfigError(f"discovery.proxy_workers: {discovery.proxy_workers} is for workers of this host alone")
+            raise ConfigError(
+                f"discovery.proxy_workers: {discovery.proxy_workers} is reachable from other hosts, but only workers "
+                "of this host connect to it; use a loopback address or ipc"
+            )
         if discovery.proxy_nodes == discovery.proxy_workers:
-            raise ConfigError("discovery.proxy_workers: must differ from discovery.proxy_nodes")
+            raise ConfigError(
+                f"discovery.proxy_workers: must differ from discovery.proxy_nodes, but both are {discovery.proxy_nodes}"
+            )
 
 
 def _check_security(config: ClusterConfig) -> None:
     security = config.security
     if security.is_on and not security.allowed_keys:
-        raise ConfigError("security.allowed_keys: needed with keys: it says whom to let in")
+        raise ConfigError("security.allowed_keys: must be set when a key file is: it lists the keys of allowed peers")
     if security.is_on and not (security.node_key_file or security.router_key_file):
         raise ConfigError(
-            "security.node_key_file: needed with security.allowed_keys, or security.router_key_file, or both"
+            "security.node_key_file: this or security.router_key_file must be set together with security.allowed_keys"
         )
 
 
 def _check_bind(name: str, text: str, may_be_remote: bool, switch: str) -> None:
     if not _endpoint(name, text).is_local and not may_be_remote:
         raise ConfigError(
-            f"{name}: {text} can be reached from other hosts and no keys are configured for it; "
-            f"bind loopback, configure [security], or set {switch} = true on a network of your own"
+            f"{name}: {text} is reachable from other hosts and no keys are configured for it; "
+            f"bind loopback, configure [security], or on a trusted network set {switch} = true"
         )
 
 
@@ -240,10 +272,10 @@ def _notes(config: ClusterConfig) -> Iterator[str]:
     node, router = config.node, config.router
     if router.max_input_length >= node.max_model_len:
         yield (
-            f"router.max_input_length = {router.max_input_length}: prompts end at {node.max_model_len - 1} tokens "
-            f"all the same, for node.max_model_len = {node.max_model_len}"
+            f"router.max_input_length = {router.max_input_length} has no effect: prompts are limited to "
+            f"{node.max_model_len - 1} tokens by node.max_model_len = {node.max_model_len}"
         )
     if not config.discovery.announce_to and not router.nodes:
         yield "discovery.announce_to and router.nodes are both empty: no router will find a node"
     if config.security.is_on and config.security.kv == "off":
-        yield "security.kv = off: prompts' KV travels in the clear, and whoever reaches a kv_bind may speak to it"
+        yield "security.kv = off: KV is sent unencrypted, and any host that can reach a kv_bind can send KV to it"

@@ -1,6 +1,6 @@
-"""What a configuration looks like to a user: every key with its type, default and text, and a whole config as TOML.
+"""The configuration as users see it: each key's type, default and description, and a whole configuration as TOML.
 
-The texts are the docstrings below the fields, read from the source. Writes no file.
+A key's description is the docstring below its field, read from the source. Writes no file.
 """
 
 import ast
@@ -20,14 +20,14 @@ _WIDTH = 116
 
 @dataclass(frozen=True, slots=True)
 class KeyDoc:
-    """One key of one section."""
+    """The documentation of one key."""
 
     section: str
     name: str
     type: str
     """In words, e.g. `integer, at least 1`."""
     default: TomlValue | None
-    """None: worked out where it is used."""
+    """None: derived where it is used."""
     text: str
 
 
@@ -37,7 +37,7 @@ def section_text(section: type[msgspec.Struct]) -> str:
 
 
 def section_keys(name: str, section: type[msgspec.Struct]) -> tuple[KeyDoc, ...]:
-    """The documented keys of one section, in their order."""
+    """The keys of one section, in the order of its fields."""
     texts = _field_texts(section)
     info = types.type_info(section)
     assert isinstance(info, types.StructType)
@@ -48,7 +48,7 @@ def section_keys(name: str, section: type[msgspec.Struct]) -> tuple[KeyDoc, ...]
 
 
 def describe_type(kind: types.Type) -> str:
-    """A key's type in a user's words."""
+    """A key's type in words."""
     match kind:
         case types.UnionType(types=members):
             return " or ".join(describe_type(member) for member in members if not isinstance(member, types.NoneType))
@@ -70,7 +70,7 @@ def describe_type(kind: types.Type) -> str:
 
 
 def config_as_toml(config: ClusterConfig) -> str:
-    """The whole configuration, every key with its text as a comment; reading it back gives the same configuration."""
+    """The whole configuration, each key with its description as a comment. Loading it gives the same configuration."""
     return "\n".join(_toml_lines(config)) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""Endpoint strings (`tcp://host:port`, `ipc://path`, `inproc://name`): taking them apart, and what a bind may reach.
+"""Parses endpoints (`tcp://host:port`, `ipc://path`, `inproc://name`). Pure; resolves no name and opens no socket.
 
-With keys on, an endpoint also says whose it is: `tcp://host:port?key=HEX`, the public key that the process there must
-have. So who connects knows, wherever the endpoint came from. Pure; resolves no name and opens no socket.
+With keys on, an endpoint also names the public key that the process there must have: `tcp://host:port?key=HEX`. So the
+connecting process knows the key, wherever it got the endpoint from.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvferry.common.base.errors import ConfigError
 from kvferry.common.config.toml import quote
 
-SCHEMES = ("tcp", "ipc", "inproc")
+_SCHEMES = ("tcp", "ipc", "inproc")
 KEY_DIGITS = 64
 _KEY_MARK = "?key="
 _HEX = frozenset("0123456789abcdef")
@@ -21,19 +21,19 @@ class Endpoint(NamedTuple):
 
     scheme: str
     host: str
-    """Host for tcp without brackets; the path for ipc, the name for inproc."""
+    """tcp: the host without brackets. ipc: the path. inproc: the name."""
     port: int | None
     key: str = ""
-    """The public key of who listens there, in hexadecimal; empty when it says none."""
+    """The public key of the listening process in hexadecimal, or empty."""
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether it stands for every address of this host: nothing that a peer could connect to."""
+        """Whether it means every address of this host, so that no peer can connect to it."""
         return self.scheme == "tcp" and self.host in ("*", "0.0.0.0", "::")
 
     @property
     def is_local(self) -> bool:
-        """Whether only this host can reach it. A name other than localhost counts as remote."""
+        """Whether only this host can reach it. A host name other than localhost counts as remote."""
         if self.scheme != "tcp" or self.host == "localhost":
             return True
         try:
@@ -43,19 +43,19 @@ class Endpoint(NamedTuple):
 
 
 def is_key(text: str) -> bool:
-    """Whether this is a key as it is written: 32 bytes in lower-case hexadecimal."""
+    """Whether this is a key: 32 bytes in lower-case hexadecimal."""
     return len(text) == KEY_DIGITS and _HEX.issuperset(text)
 
 
 def with_key(text: str, key: str) -> str:
-    """The endpoint with this key in place of the one it has, if any."""
+    """The endpoint with this key, which replaces the one it has."""
     return text.partition(_KEY_MARK)[0] + _KEY_MARK + key
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
-    """What rank `rank` of a tensor-parallel node binds or is reached at, where rank 0 has `endpoint`.
+    """The endpoint of rank `rank` of a tensor-parallel node whose rank 0 has `endpoint`.
 
-    A given port is counted up, a path gets the rank's number, and a free port is any free port.
+    The rank is added to a fixed port and appended to a path or name; a free port stays a free port.
     """
     if rank == 0 or not endpoint:
         return endpoint
@@ -67,14 +67,14 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """Take an endpoint apart; ConfigError when it is none."""
+    """Parse an endpoint. ConfigError when it is invalid."""
     place, marked, key = text.partition(_KEY_MARK)
     if marked and not is_key(key):
         raise ConfigError(
-            f"'{quote(text)}' is not an endpoint: expected {KEY_DIGITS} hexadecimal digits after {_KEY_MARK}"
+            f"'{quote(text)}' is not an endpoint: expected {KEY_DIGITS} lower-case hexadecimal digits after {_KEY_MARK}"
         )
     scheme, found, rest = place.partition("://")
-    if not found or scheme not in SCHEMES or not rest:
+    if not found or scheme not in _SCHEMES or not rest:
         raise ConfigError(f"'{quote(text)}' is not an endpoint: expected tcp://host:port, ipc://path or inproc://name")
     if scheme != "tcp":
         return Endpoint(scheme, rest, None, key)

@@ -1,8 +1,6 @@
-"""What this host offers: cores and memory, as the process may use them (affinity and container limits count).
+"""The cores and the memory of this host that this process may use, considering CPU affinity and container limits.
 
-Memory that control groups, versions 1 and 2, leave to this process: limits of its own group and of all above it.
-
-Reads files below two directories that are given, so that tests give their own.
+Reads /proc and the control groups (versions 1 and 2): the limits of the process' own group and of all its parents.
 """
 
 import os
@@ -17,21 +15,21 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """Facts about a host."""
+    """The resources of a host that this process may use."""
 
     cores: int
-    """Physical cores this process may run on, at least 1."""
+    """Physical cores, at least 1."""
     free_memory_bytes: int
-    """Memory that can be taken without swapping."""
+    """Memory that can be allocated without swapping."""
 
 
 def probe_host() -> HostFacts:
-    """Look at this machine now."""
+    """Measure this host now."""
     return HostFacts(cores=_cores(), free_memory_bytes=_free_memory())
 
 
 def quota_cores(cpu_max: str) -> int | None:
-    """Cores that a cgroup's `cpu.max` allows (`quota period`, microseconds), rounded up; None: no limit."""
+    """Cores permitted by a cgroup's `cpu.max` (`quota period`, microseconds), rounded up. None: no limit."""
     quota, _, period = cpu_max.strip().partition(" ")
     if not (quota.isdigit() and period.isdigit() and int(period)):
         return None
@@ -42,7 +40,7 @@ def _cores() -> int:
     logical = psutil.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or logical
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
-    # Two hyperthreads of a core share its vector units: threads beyond the cores only get in one another's way.
+    # Two hyperthreads of a core share its vector units, so more threads than physical cores slow each other down.
     cores = max(1, min(physical, allowed))
     return min(cores, quota_cores(_read(_CGROUP / "cpu.max")) or cores)
 
@@ -54,24 +52,24 @@ def _free_memory() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class _FileNames:
     limit: str
     used: str
     reclaimable: str
-    """Of memory.stat: pages of files that nobody used for a while, which the kernel takes back before it refuses."""
+    """A line of memory.stat: inactive file pages, which the kernel reclaims before it refuses an allocation."""
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_V1 = _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _FileNames("memory.max", "memory.current", "inactive_file")
 
 
 def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """The least that any of the groups still allows; None where none of them has a limit."""
+    """The least free memory of the process' own group and its parents; None when none has a limit."""
     left = [free for group, names in _groups(root, own) if (free := _free(group, names)) is not None]
     return min(left) if left else None
 
 
-def _groups(root: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
+def _groups(root: Path, own: Path) -> Iterator[tuple[Path, _FileNames]]:
     for line in _read(own).splitlines() or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -82,13 +80,13 @@ def _groups(root: Path, own: Path) -> Iterator[tuple[Path, _Names]]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The group and all above it. In a container the path may be the host's; what is not there has no limit to tell."""
+    """The group and its parents. In a container the path may be the host's: a missing directory has no limit."""
     parts = PurePosixPath(path).relative_to("/").parts if path.startswith("/") else ()
     for count in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:count])
 
 
-def _free(group: Path, names: _Names) -> int | None:
+def _free(group: Path, names: _FileNames) -> int | None:
     limit, used = _read(group / names.limit).strip(), _read(group / names.used).strip()
     if not (limit.isdigit() and used.isdigit()):
         return None

@@ -1,8 +1,8 @@
-"""Key files: what they look like, and reading them with all that may be wrong told. Knows no ZeroMQ, draws no key.
+"""Reads key files and reports errors with file and line. Does not use ZeroMQ and generates no keys.
 
-One line a key: `public ROLE HEX` in a list of allowed keys, `secret ROLE HEX` in a file of its own. The role is in the
-line, not in the file's name, so that renaming a file grants nothing; the 32 bytes are in hexadecimal, so that the same
-word can stand in an endpoint, where ZeroMQ's own Z85 would need quoting.
+One line per key: `public ROLE HEX` in a list of allowed keys, `secret ROLE HEX` in a file of its own. The role is in
+the line, not in the file name, so that renaming a file grants nothing. The 32 bytes are in hexadecimal, because they
+are also written in endpoints, where ZeroMQ's own Z85 would need quoting.
 """
 
 import os
@@ -25,45 +25,45 @@ _Signature = tuple[tuple[str, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One half of a pair."""
+    """A public or a secret key."""
 
     role: KeyRole
     hex: str
-    """32 bytes as 64 lower-case digits."""
+    """32 bytes as 64 lower-case hexadecimal digits."""
 
 
 def key_line(kind: _Kind, key: Key) -> str:
-    """The line of a key file."""
+    """The line for a key in a key file."""
     return f"{kind} {key.role} {key.hex}"
 
 
 def read_secret(name: str, path: Path, role: KeyRole) -> Key:
-    """The secret key in a file, which must be this role's; else as `read_secret_file`."""
+    """The secret key in a file. Raises as `read_secret_file` does, and ConfigError when the key has another role."""
     key = read_secret_file(name, path)
     if key.role != role:
-        raise ConfigError(f"{name}: {path} is the key of a {key.role}; a {role}'s is needed")
+        raise ConfigError(f"{name}: {path} has a {key.role} key; expected a {role} key")
     return key
 
 
 def read_secret_file(name: str, path: Path) -> Key:
-    """The secret key in a file. ConfigError, beginning with `name`, when it is none or others can read it."""
+    """The secret key in a file. ConfigError, starting with `name`, when it is invalid or other users can read it."""
     keys = _parse(name, path, _read(name, path), "secret")
     if len(keys) != 1:
-        raise ConfigError(f"{name}: {path} has {len(keys)} secret keys; expected one")
+        raise ConfigError(f"{name}: {path} has {len(keys)} secret keys; expected exactly one")
     if os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{name}: {path} is open to others, so its key is no secret: chmod 600 it")
+        raise ConfigError(f"{name}: {path} is accessible to other users; run: chmod 600 {path}")
     return keys[0]
 
 
 class AllowedKeys:
-    """The public keys of `security.allowed_keys`, read again when the files change. From any thread.
+    """The public keys of `security.allowed_keys`, read again when the files change. Thread-safe.
 
-    A key that is taken out is not let in again; connections that stand are not cut. What cannot be read any more, or is
-    wrong, leaves the list as it was, and `error` says why.
+    A removed key is refused from then on, but established connections are not closed. If the files become unreadable
+    or invalid, the previous list stays in use and `error` gives the reason.
     """
 
     def __init__(self, name: str, path: Path) -> None:
-        """ConfigError when there is nothing to read, or something in it is wrong."""
+        """ConfigError when the files cannot be read or are invalid."""
         self._name = name
         self._path = path
         self._lock = threading.Lock()
@@ -72,14 +72,14 @@ class AllowedKeys:
         self.error = ""
 
     def roles_of(self, hex_key: str) -> frozenset[KeyRole]:
-        """What this key may be; empty for a stranger's."""
-        return frozenset(key.role for key in self._now() if key.hex == hex_key)
+        """The roles of this key; empty when it is not allowed."""
+        return frozenset(key.role for key in self._current() if key.hex == hex_key)
 
     def of_role(self, role: KeyRole) -> tuple[str, ...]:
         """All keys of a role, in hexadecimal, sorted."""
-        return tuple(sorted(key.hex for key in self._now() if key.role == role))
+        return tuple(sorted(key.hex for key in self._current() if key.role == role))
 
-    def _now(self) -> frozenset[Key]:
+    def _current(self) -> frozenset[Key]:
         with self._lock:
             try:
                 signature = _signature(self._name, self._path)
@@ -93,7 +93,7 @@ class AllowedKeys:
 
 
 def _signature(name: str, path: Path) -> _Signature:
-    """Changes whenever a file does."""
+    """A value that changes when any of the files does."""
     try:
         stats = [(str(file), os.stat(file)) for file in _files(path)]
     except OSError as error:
@@ -121,7 +121,7 @@ def _read(name: str, path: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{name}: {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{name}: {path} is no key file: it is not ASCII") from None
+        raise ConfigError(f"{name}: {path} is not a key file: it contains non-ASCII bytes") from None
 
 
 def _parse(name: str, path: Path, text: str, kind: _Kind) -> list[Key]:
@@ -134,11 +134,11 @@ def _parse(name: str, path: Path, text: str, kind: _Kind) -> list[Key]:
         if len(words) != 3 or words[0] not in ("public", "secret"):
             raise ConfigError(f"{where}: expected `{kind} node|router KEY`")
         if words[0] != kind:
-            raise ConfigError(f"{where}: a {words[0]} key where a {kind} one is expected")
+            raise ConfigError(f"{where}: expected a {kind} key, got a {words[0]} key")
         role = next((role for role in KEY_ROLES if role == words[1]), None)
         if role is None:
-            raise ConfigError(f"{where}: {words[1]!r} is no role; there are {' and '.join(KEY_ROLES)}")
+            raise ConfigError(f"{where}: unknown role {words[1]!r}; expected {' or '.join(KEY_ROLES)}")
         if not is_key(words[2]):
-            raise ConfigError(f"{where}: expected 64 hexadecimal digits, got {len(words[2])} characters")
+            raise ConfigError(f"{where}: expected 64 lower-case hexadecimal digits, got {len(words[2])} characters")
         keys.append(Key(role, words[2]))
     return keys

@@ -1,6 +1,6 @@
-"""From a TOML file and `--set` values to a checked `ClusterConfig`. Reads one file; every fault is a ConfigError.
+"""Loads a `ClusterConfig` from a TOML file and `--set` overrides, and checks it. Reads one file.
 
-Order: defaults, then the file, then the overrides in their order; the last one wins.
+Overrides take precedence over the file, and later overrides over earlier ones. Every error is a ConfigError.
 """
 
 import difflib
@@ -19,13 +19,13 @@ from kvferry.common.config.schema import ClusterConfig, section_types
 from kvferry.common.config.toml import TomlValue, quote, toml_value
 
 Tables = dict[str, dict[str, TomlValue]]
-"""section -> key -> value, as TOML gives it."""
+"""section -> key -> value, as parsed from TOML."""
 
 _PATHS = {
     "model": ("path",),
     "security": ("allowed_keys", "node_key_file", "router_key_file"),
 }
-"""Keys that name files. Relative to the configuration file in it, to the working directory in an override."""
+"""Keys that are paths: relative to the configuration file, or in an override to the working directory."""
 
 
 class Override(NamedTuple):
@@ -37,7 +37,7 @@ class Override(NamedTuple):
 
 
 def load_config(path: Path | None = None, overrides: Iterable[Override] = ()) -> ClusterConfig:
-    """Read, type-check and cross-check a configuration. ConfigError says which key and what would be right."""
+    """Read and check a configuration. ConfigError names the key, its value and what is expected."""
     tables: Tables = {}
     if path is not None:
         tables = _read_file(path)
@@ -47,21 +47,21 @@ def load_config(path: Path | None = None, overrides: Iterable[Override] = ()) ->
             raise ConfigError(f"{path}: {error}") from None
     for section, key, value in overrides:
         tables.setdefault(section, {})[key] = value
-    _make_absolute(tables, Path.cwd(), ("security",))  # model.path is made so where the model is chosen
+    _make_absolute(tables, Path.cwd(), ("security",))  # model.path is made absolute where the model is chosen
     config = _convert(tables)
     check_config(config)
     return config
 
 
 def parse_override(text: str) -> Override:
-    """Take `section.key=value` apart. The value is TOML; what is no TOML is taken as a string without its quotes."""
+    """Parse `section.key=value`. The value is TOML; anything else is a string without quotes."""
     name, equals, raw = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
         raise ConfigError(f"--set {text!r}: expected section.key=value")
     try:
         parsed = tomllib.loads(f"value = {raw}")
-    except (ValueError, RecursionError):  # no TOML, or beyond what its reader takes
+    except (ValueError, RecursionError):  # not TOML, or nested too deeply for the parser
         return Override(section, key, raw.strip())
     if len(parsed) > 1:
         raise ConfigError(f"--set {text!r}: expected one value")
@@ -72,10 +72,10 @@ def _read_file(path: Path) -> Tables:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except RecursionError:
         raise ConfigError(f"{path}: not TOML: nested too deeply") from None
-    except ValueError as error:  # no TOML, no UTF-8, a number with too many digits, no path at all
+    except ValueError as error:  # not TOML, not UTF-8, a number with too many digits, or an invalid path
         raise ConfigError(f"{quote(str(path), 4096)}: not TOML: {quote(str(error), 300)}") from None
     for name, section in content.items():
         if name in section_types() and not isinstance(section, dict):
@@ -105,7 +105,7 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, TomlValue]]) -> None:
     sections = section_types()
     for name, content in tables.items():
         if name not in sections:
-            hint = _nearest(name, sections, "[{}]") or "; there are " + ", ".join(sections)
+            hint = _nearest(name, sections, "[{}]") or "; the sections are " + ", ".join(sections)
             raise ConfigError(f"[{quote(name)}]: unknown section{hint}")
         known = [field.name for field in msgspec.structs.fields(sections[name])]
         for key in content:
@@ -114,19 +114,19 @@ def _refuse_unknown(tables: Mapping[str, Mapping[str, TomlValue]]) -> None:
 
 
 def _hint(section: str, key: str, known: list[str]) -> str:
-    """The nearest key of the section, else a key of that name in another section."""
+    """Suggest the nearest key of the section, else of any section, else list the section's keys."""
     nearest = _nearest(key, known, section + ".{}")
     if nearest:
         return nearest
-    everywhere = {
+    all_keys = {
         field.name: f"{name}.{field.name}"
         for name, struct in section_types().items()
         for field in msgspec.structs.fields(struct)
     }
-    match = difflib.get_close_matches(key, everywhere, n=1)
+    match = difflib.get_close_matches(key, all_keys, n=1)
     if match:
-        return f"; did you mean {everywhere[match[0]]}?"
-    return f"; [{section}] knows " + ", ".join(known)
+        return f"; did you mean {all_keys[match[0]]}?"
+    return f"; the keys of [{section}] are " + ", ".join(known)
 
 
 def _nearest(name: str, known: Iterable[str], form: str) -> str:
@@ -135,7 +135,7 @@ def _nearest(name: str, known: Iterable[str], form: str) -> str:
 
 
 def _readable(message: str, tables: Mapping[str, Mapping[str, TomlValue]]) -> str:
-    """msgspec's message with the key first, as the user wrote it, and what it takes in words."""
+    """msgspec's message, rewritten to start with the key and to name the expected type and the value."""
     text, _, where = message.partition(" - at `$.")
     place = where.rstrip("`")
     section, _, key = re.sub(r"\[.*", "", place).partition(".")
@@ -143,12 +143,12 @@ def _readable(message: str, tables: Mapping[str, Mapping[str, TomlValue]]) -> st
     doc = next((doc for doc in section_keys(section, struct) if doc.name == key), None) if struct else None
     if doc is None:
         return f"{place}: {text}"
-    return f"{place}: expected {doc.type}, got {_shown(tables[section][key])}"
+    return f"{place}: expected {doc.type}, got {_quoted(tables[section][key])}"
 
 
-def _shown(value: TomlValue) -> str:
+def _quoted(value: TomlValue) -> str:
     try:
         text = toml_value(value)
-    except TypeError:  # a table or a date: nothing that a key takes
+    except TypeError:  # a table or a date, which no key accepts
         text = str(value)
     return quote(text)

@@ -1,23 +1,23 @@
-"""From a cluster's configuration to one node's own settings: role over [node], worked-out values filled in. Pure."""
+"""Derives the settings of one node from the cluster's configuration: overrides of its role and unset values. Pure."""
 
 from dataclasses import dataclass
 
 from kvferry.common.config.host import HostFacts
 from kvferry.common.config.schema import ClusterConfig, DeviceName, KvTransport, NodeKind
 
-_KV_CACHE_MOST_BYTES = 1 << 30
-_KV_CACHE_LEAST_BYTES = 64 << 20
+_MAX_KV_CACHE_BYTES = 1 << 30
+_MIN_KV_CACHE_BYTES = 64 << 20
 _KV_CACHE_SHARE = 0.1
-_SWAP_MOST_SHARE = 0.25
+_MAX_SWAP_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """What one node runs with. The keys are those of [node], [prefill], [decode] and [colocated]."""
+    """The settings of one node. The names are the keys of [node], [prefill], [decode] and [colocated]."""
 
     role: NodeKind
     name: str
-    """Empty: the node makes one of its role, host and process id."""
+    """Empty: the node builds one from its role, host and process id."""
     bind: str
     kv_bind: str
     advertise: str
@@ -28,24 +28,24 @@ class NodeSettings:
     block_size: int
     device_index: int
     kv_cache_bytes: int | None
-    """As configured; None: kv_cache_bytes_on_cpu on a CPU, elsewhere what is left after the weights."""
+    """As configured. None: kv_cache_bytes_on_cpu on a CPU, elsewhere the memory that the weights leave."""
     kv_cache_bytes_on_cpu: int
     model_memory_bytes: int | None
-    """None: as much as is free."""
+    """None: the free memory."""
     tensor_parallel: int
     device_reserve_share: float
     swap_bytes: int | None
-    """As configured, 0 where nothing decodes; None: 0 on a CPU, elsewhere a tenth of the KV cache."""
-    swap_bytes_most: int
-    """Bound of what is worked out."""
+    """As configured, 0 on a prefill node. None: 0 on a CPU, elsewhere a tenth of the KV cache."""
+    max_swap_bytes: int
+    """Upper bound of a derived swap_bytes."""
     threads: int
-    """Of each rank."""
+    """Threads of each rank."""
     max_step_tokens: int
     max_running: int
     steps_in_flight: int | None
-    """As configured; None: by the device."""
-    graph_batches: tuple[int, ...]
-    """None above max_running; empty where nothing decodes."""
+    """As configured. None: depends on the device."""
+    graph_batch_sizes: tuple[int, ...]
+    """At most max_running each; empty on a prefill node."""
     prefix_cache: bool
     checksum: bool
     kv_transports: tuple[KvTransport, ...]
@@ -54,17 +54,17 @@ class NodeSettings:
 
     @property
     def uses_shm(self) -> bool:
-        """Whether KV may go through memory that processes of a host share: not that of several ranks."""
+        """Whether KV may be transferred through shared memory; not with several ranks."""
         return "shm" in self.kv_transports and self.tensor_parallel == 1
 
     @property
-    def lends_slots(self) -> bool:
-        """Whether others may write KV into staging slots of this node."""
+    def offers_staging_slots(self) -> bool:
+        """Whether prefill nodes may write KV into staging slots of this node."""
         return self.uses_shm and self.role != "prefill"
 
 
 def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> NodeSettings:
-    """One role's settings on a host."""
+    """The settings of a node of this role on this host."""
     node, own = config.node, config.role(role)
     nodes = nodes_on_host(config)
     max_step_tokens = own.max_step_tokens or node.max_step_tokens
@@ -88,11 +88,11 @@ def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> Node
         threads=max(1, (own.threads or node.threads or host.cores // nodes) // node.tensor_parallel),
         device_reserve_share=node.device_reserve_share,
         swap_bytes=0 if role == "prefill" else node.swap_bytes,
-        swap_bytes_most=int(host.free_memory_bytes * _SWAP_MOST_SHARE) // nodes,
+        max_swap_bytes=int(host.free_memory_bytes * _MAX_SWAP_SHARE) // nodes,
         max_step_tokens=max_step_tokens,
         max_running=max_running,
         steps_in_flight=node.steps_in_flight,
-        graph_batches=() if role == "prefill" else _graph_batches(node.graph_batches, max_running),
+        graph_batch_sizes=() if role == "prefill" else _graph_batch_sizes(node.graph_batch_sizes, max_running),
         prefix_cache=node.prefix_cache,
         checksum=node.checksum,
         kv_transports=node.kv_transports,
@@ -101,7 +101,7 @@ def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> Node
     )
 
 
-def _graph_batches(configured: tuple[int, ...] | None, max_running: int) -> tuple[int, ...]:
+def _graph_batch_sizes(configured: tuple[int, ...] | None, max_running: int) -> tuple[int, ...]:
     if configured is not None:
         return tuple(number for number in configured if number <= max_running)
     powers = (1 << exponent for exponent in range(max_running.bit_length()))
@@ -109,23 +109,24 @@ def _graph_batches(configured: tuple[int, ...] | None, max_running: int) -> tupl
 
 
 def nodes_on_host(config: ClusterConfig) -> int:
-    """How many nodes share a host."""
+    """Number of nodes that share a host."""
     return config.node.nodes_on_host or sum(node_counts(config).values())
 
 
 def node_counts(config: ClusterConfig) -> dict[NodeKind, int]:
-    """How many nodes of each role `kvferry serve` starts, in the order of their start."""
+    """Number of nodes of each role that `kvferry serve` starts, in the order of their start."""
     serve = config.serve
-    split = 0 if serve.colocated else 1
+    default = 0 if serve.colocated else 1
     return {
-        "prefill": split if serve.prefill is None else serve.prefill,
-        "decode": split if serve.decode is None else serve.decode,
+        "prefill": default if serve.prefill is None else serve.prefill,
+        "decode": default if serve.decode is None else serve.decode,
         "colocated": serve.colocated,
     }
 
 
 def share_model_memory(config: ClusterConfig, host: HostFacts) -> int:
-    """What each node of `kvferry serve` may take beside its cache: what is free without all caches, in equal parts."""
+    """Memory that each node of `kvferry serve` may use besides its KV cache: the free memory minus all caches, divided
+    by the number of nodes."""
     counts = node_counts(config)
     caches = sum(_kv_cache_bytes(config, role, host) * number for role, number in counts.items())
     return max(1, (host.free_memory_bytes - caches) // sum(counts.values()))
@@ -137,6 +138,6 @@ def _kv_cache_bytes(config: ClusterConfig, role: NodeKind, host: HostFacts) -> i
 
 
 def default_kv_cache_bytes(free_memory_bytes: int, nodes: int) -> int:
-    """A node's share of a tenth of the free memory, between 64 MiB and 1 GiB."""
+    """A node's equal share of a tenth of the free memory, at least 64 MiB and at most 1 GiB."""
     share = int(free_memory_bytes * _KV_CACHE_SHARE) // nodes
-    return max(_KV_CACHE_LEAST_BYTES, min(_KV_CACHE_MOST_BYTES, share))
+    return max(_MIN_KV_CACHE_BYTES, min(_MAX_KV_CACHE_BYTES, share))

@@ -1,6 +1,6 @@
-"""Writing the little TOML that a configuration needs (the standard library only reads it). Pure.
+"""Writes the subset of TOML that a configuration needs, and quotes foreign text in errors. Pure.
 
-How a text that somebody else wrote is shown in an error: on one line, and short. Pure.
+The standard library only reads TOML.
 """
 
 import json
@@ -9,23 +9,22 @@ from collections.abc import Sequence
 TomlScalar = str | int | float | bool
 TomlValue = TomlScalar | Sequence["TomlValue"]
 
+_MAX_QUOTED_CHARS = 60
+
 
 def toml_value(value: TomlValue) -> str:
-    """One value in TOML syntax. Arrays on one line."""
+    """One value in TOML syntax, on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        # A JSON string is a TOML basic string, except for DEL, which TOML requires to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, int | float):
         return repr(value)
     return "[" + ", ".join(toml_value(item) for item in value) + "]"
 
 
-_MOST_CHARS = 60
-
-
-def quote(text: str, most_chars: int = _MOST_CHARS) -> str:
-    """The text, cut, with what cannot be printed as escapes."""
+def quote(text: str, max_chars: int = _MAX_QUOTED_CHARS) -> str:
+    """The text for an error message: non-printable characters escaped, cut to `max_chars`."""
     text = text if text.isprintable() else ascii(text)[1:-1]
-    return text if len(text) <= most_chars else text[:most_chars] + "..."
+    return text if len(text) <= max_chars else text[:max_chars] + "..."

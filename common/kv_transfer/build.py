@@ -34,6 +34,6 @@ def make_mover(
         checksum=settings.checksum,
         activate=activate,
         timers=timers,
-        memory=ShmSlots(settings.staging_slots, settings.staging_slot_bytes) if settings.lends_slots else None,
+        memory=ShmSlots(settings.staging_slots, settings.staging_slot_bytes) if settings.offers_staging_slots else None,
         reach=ShmReach(own) if settings.uses_shm else None,
     )

@@ -42,7 +42,7 @@ from kvferry.common.transport.options import DEFAULT_TIMERS, SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 _LOG = logging.getLogger("kvferry.kv")
@@ -92,7 +92,7 @@ class ZmqKvMover:
         window = window or window_for(timers)
         high_water = 2 * window.num_pieces
         self._link_options = SocketOptions.kv(limits, high_water, timers, stall_s=window.stall_s)
-        self._wakeup = Wakeup()
+        self._wakeup = Waker()
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._wakeup)
         self._loop = PollLoop()
         self._socket = NodeSocket(context, SocketOptions.kv(limits, high_water, timers))

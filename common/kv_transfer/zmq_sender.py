@@ -219,12 +219,12 @@ class ZmqSender:
 
     def _block(self, peer: Incarnation, link: LinkSocket) -> None:
         self._queue.block(peer)
-        self._loop.want_room(link, True)
+        self._loop.watch_writable(link, True)
 
     def _on_link(self, peer: Incarnation, link: LinkSocket) -> None:
         self._take_credits(peer, link)
         if link.writable() and self._queue.unblock(peer):
-            self._loop.want_room(link, False)
+            self._loop.watch_writable(link, False)
 
     def _take_credits(self, peer: Incarnation, link: LinkSocket) -> None:
         for frames in link.receive():

@@ -179,7 +179,7 @@ class NodeBuilder:
             max_running=settings.max_running,
             max_steps_in_flight=settings.steps_in_flight or self._device.default_steps_in_flight,
             aging_s=timers.aging_s,
-            max_preempt=limits.max_preempt,
+            max_preemptions=limits.max_preemptions,
             swap_wait_s=timers.swap_wait_s,
             reserved_share=limits.reserved_share,
             watermark_blocks_share=limits.watermark_blocks_share,
@@ -209,7 +209,7 @@ class NodeBuilder:
             clients=ClientTable(environment.timers),
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            num_staging_slots=settings.staging_slots if settings.lends_slots else 0,
+            num_staging_slots=settings.staging_slots if settings.offers_staging_slots else 0,
             staging_host=host_prefix() if settings.uses_shm else "",
         )
         return make_node_core(identity, context, self._make_roles)

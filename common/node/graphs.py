@@ -36,7 +36,7 @@ def plan_graphs(settings: NodeSettings, loaded: LoadedModel, device: Device) -> 
         return GraphPlan()
     block_size = device.supported_block_size(settings.block_size)
     max_blocks = -(-loaded.info.max_model_len // block_size)
-    sizes = graph_sizes(settings.graph_batches, max_blocks, block_size, graphs.most_tokens)
+    sizes = graph_sizes(settings.graph_batch_sizes, max_blocks, block_size, graphs.most_tokens)
     plan = GraphPlan(sizes, num_scratch_blocks(sizes, block_size))
     if not sizes or settings.kv_cache_bytes is not None:
         return plan

@@ -64,13 +64,13 @@ def swap_bytes(settings: NodeSettings, device: Device, cache_bytes: int) -> int:
     """Size of one rank's swap space on the host.
 
     As configured; by default 0 for a device that computes in host memory, otherwise a tenth of the rank's KV cache, at
-    most swap_bytes_most.
+    most max_swap_bytes.
     """
     if settings.swap_bytes is not None:
         return settings.swap_bytes // settings.tensor_parallel
     if device.shares_host_memory:
         return 0
-    return min(int(cache_bytes * _SWAP_SHARE), settings.swap_bytes_most // settings.tensor_parallel)
+    return min(int(cache_bytes * _SWAP_SHARE), settings.max_swap_bytes // settings.tensor_parallel)
 
 
 def check_piece_bytes(limits: Limits, layer_token_bytes: int) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.clock import MonotonicClock
 from kvferry.common.base.errors import ModelLoadError
-from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.base.gc_freeze import freeze_loaded_objects
+from kvferry.common.base.user_cache import cache_dir
 from kvferry.common.cluster.node_role import MakeRoles
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.resolve import NodeSettings, resolve_node
@@ -58,7 +58,7 @@ def run_node(config: ClusterConfig, role: NodeKind, make_roles: MakeRoles) -> in
             try:
                 thread.wait_bound()
                 announcer.start(_announcement(settings, builder, shell))
-                keep_what_is_loaded()
+                freeze_loaded_objects()
                 _log_ready(log, settings.name, builder.model_info.name, shell.endpoint)
                 ended = thread.wait()
             finally:

@@ -57,7 +57,7 @@ from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.poll_watcher import PollWatcher
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 NODE_TICK_S = 0.05
@@ -93,8 +93,8 @@ class NodeShell:
         self._parts = parts
         self._log = parts.log
         self._message_log = MessageLog(parts.log)
-        self._wakeup = Wakeup()
-        self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._wakeup)
+        self._waker = Waker()
+        self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._waker)
         self._loop = PollLoop()
         self._socket = NodeSocket(parts.context, SocketOptions.control(parts.limits, parts.timers))
         self._links = ClientLinks(
@@ -159,8 +159,8 @@ class NodeShell:
         return self._exit
 
     def _open(self) -> None:
-        self._wakeup.open()
-        self._loop.add(self._wakeup, self._drain_inbox)
+        self._waker.open()
+        self._loop.add(self._waker, self._drain_inbox)
         self.endpoint = self._socket.bind(self._parts.bind, allow_remote=self._parts.allow_remote)
         self._loop.add(self._socket, self._drain_socket)
         self.kv_endpoint, self.staging_place = self._kv.start(), self._kv.staging_place
@@ -187,9 +187,9 @@ class NodeShell:
         )
         self._kv.close()
         self._links.close_all()
-        self._loop.remove(self._wakeup)
+        self._loop.remove(self._waker)
         self._socket.close()
-        self._wakeup.close()
+        self._waker.close()
 
     def _drain_socket(self) -> None:
         received = 0

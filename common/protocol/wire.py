@@ -170,7 +170,7 @@ def _decode_raw(kind: type[Message], raw: Sequence[Frame], limits: Limits) -> di
 
 
 def _check_raw_size(kind: type[Message], raw: Sequence[Frame], limits: Limits) -> None:
-    bound = limits.piece_max_bytes if kind is Piece else limits.job_ids_max_bytes
+    bound = limits.piece_max_bytes if kind is Piece else limits.job_token_ids_max_bytes
     size = sum(_num_bytes(frame) for frame in raw)
     if size > bound:
         raise ProtocolError(f"{kind.__name__}: raw frames of {size} bytes, at most {bound} may be")

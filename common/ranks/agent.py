@@ -19,7 +19,7 @@ from kvferry.common.base.errors import (
     InvariantError,
     KvferryError,
 )
-from kvferry.common.base.gc_freeze import keep_what_is_loaded
+from kvferry.common.base.gc_freeze import freeze_loaded_objects
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.base.log import setup_logging
 from kvferry.common.base.parent_death_signal import die_with_parent
@@ -78,7 +78,7 @@ from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.security import load_security
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 _ENGINE_JOIN_TIMEOUT_S = 2.0
@@ -96,8 +96,8 @@ class RankAgent:
         # Without keys: the link to rank 0 stays on loopback.
         self._link_context = TransportContext()
         self._link = LinkSocket(self._link_context, Incarnation(spec.self_id), RANK_OPTIONS)
-        self._wakeup = Wakeup()
-        self._inbox: Inbox[EngineEvent | KvEvent] = Inbox(self._wakeup)
+        self._waker = Waker()
+        self._inbox: Inbox[EngineEvent | KvEvent] = Inbox(self._waker)
         self._loop = PollLoop()
         self._inbound = from_lead()
         self._outbound: Outbound[FromRank] = Outbound()
@@ -165,12 +165,12 @@ class RankAgent:
         )
         endpoint = self._kv.start()
         self._engine.start()
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         self._send(Ready(endpoint))
 
     def _serve(self) -> None:
-        self._wakeup.open()
-        self._loop.add(self._wakeup, self._drain_inbox)
+        self._waker.open()
+        self._loop.add(self._waker, self._drain_inbox)
         self._loop.add(self._link, self._receive)
         while self._exit_code is None:
             self._loop.run_once(FLUSH_INTERVAL_S if self._link.has_pending else None)
@@ -186,7 +186,7 @@ class RankAgent:
         if self._kv is not None:
             self._kv.close()
         self._link.close()
-        self._wakeup.close()
+        self._waker.close()
         self._context.close()
         self._link_context.close()
 

@@ -48,7 +48,7 @@ from kvferry.common.transport.options import RANK_OPTIONS
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 
 _RANK_START_TIMEOUT_S = 600.0
@@ -90,8 +90,8 @@ class RankTeam:
         self._context = TransportContext()
         self._socket = NodeSocket(self._context, RANK_OPTIONS)
         self._loop = PollLoop()
-        self._wakeup = Wakeup()
-        self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._wakeup)
+        self._waker = Waker()
+        self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._waker)
         """(rank, or None for all; message)."""
         self._store: TCPStore | None = open_store()
         self._children: dict[Incarnation, RankProcess] = {}
@@ -112,8 +112,8 @@ class RankTeam:
 
     def start(self) -> None:
         """Start the processes. Must be called by the main thread: Linux ends them with the thread that started them."""
-        self._wakeup.open()
-        self._loop.add(self._wakeup, self._send_queued)
+        self._waker.open()
+        self._loop.add(self._waker, self._send_queued)
         lead_endpoint = self._socket.bind(_BIND)
         self._loop.add(self._socket, self._receive)
         assert self._store is not None
@@ -164,14 +164,14 @@ class RankTeam:
             if not (initialized and child.ends_within(_QUIT_TIMEOUT_S)):
                 child.kill()
                 child.wait()
-        self._wakeup.set()
+        self._waker.set()
         if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
         for child in self._children.values():
             child.close()
         self._children.clear()
-        self._wakeup.close()
+        self._waker.close()
         self._context.close()
         self.collectives.disconnect()
         self._store = None

@@ -120,7 +120,7 @@ class Admission:
     def _tokens_to_start(self, spec: SequenceSpec, *, decode: bool) -> int:
         """One that may not be given back any more gets its blocks to the end at once: it never has to wait for
         others, so that decoding cannot lock up."""
-        full = decode and spec.times_preempted >= self._config.max_preempt
+        full = decode and spec.times_preempted >= self._config.max_preemptions
         return spec.max_kv_tokens if full else spec.tokens_to_start
 
     def _acquire(self, seq_id: int, spec: SequenceSpec, *, max_cached_tokens: int, decode: bool) -> BlockTable | None:

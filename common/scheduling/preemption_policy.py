@@ -32,17 +32,17 @@ def best_of(*groups: Iterable[Sequence]) -> Sequence | None:
     return min((seq for group in groups for seq in group), key=rank, default=None)
 
 
-def choose_victim(decoding: Iterable[Sequence], safe: Sequence | None, max_preempt: int) -> Sequence | None:
+def choose_victim(decoding: Iterable[Sequence], safe: Sequence | None, max_preemptions: int) -> Sequence | None:
     """The youngest of the lowest class; None when nobody may be taken.
 
     Never `safe`, the best of all that decode or are swapped out: it finishes, whatever happens to the others. Never one
-    that was given back max_preempt times: it got its blocks to the end at once. Nor one whose blocks a step or a
+    that was given back max_preemptions times: it got its blocks to the end at once. Nor one whose blocks a step or a
     transport still touches.
     """
     eligible = [
         seq
         for seq in decoding
-        if seq is not safe and seq.spec.times_preempted < max_preempt and not seq.steps_in_flight and not seq.pins
+        if seq is not safe and seq.spec.times_preempted < max_preemptions and not seq.steps_in_flight and not seq.pins
     ]
     return max(eligible, key=rank, default=None)
 
@@ -77,7 +77,7 @@ class PreemptionPolicy:
                 self._preempt(seq, events)
         for seq in self._needy(best):
             while not self._serve(seq, batch):
-                victim = choose_victim(self._members(SequenceStatus.DECODING), best, self._config.max_preempt)
+                victim = choose_victim(self._members(SequenceStatus.DECODING), best, self._config.max_preemptions)
                 if victim is None:
                     break  # it skips this step; whoever holds the blocks ends some time, or is revoked
                 if not self._swapping.swap_out(victim, batch, now):

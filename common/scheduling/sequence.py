@@ -35,7 +35,7 @@ class SchedulerConfig:
     """From 2 on the next step of what decodes is planned while its token is being drawn."""
     aging_s: float = 10.0
     """Waiting this long raises a sequence by one priority class."""
-    max_preempt: int = 3
+    max_preemptions: int = 3
     """A request that was given back this often is not given back again."""
     swap_wait_s: float = 2.0
     """A swapped-out sequence that gets no blocks for this long is given back."""
@@ -52,8 +52,8 @@ class SchedulerConfig:
                 f"max_running ({self.max_running}) must not exceed max_step_tokens ({self.max_step_tokens}): "
                 "prompts would get no share of a step"
             )
-        if self.max_chunk_tokens < 0 or self.max_preempt < 0:
-            raise ConfigError("max_chunk_tokens and max_preempt must not be negative")
+        if self.max_chunk_tokens < 0 or self.max_preemptions < 0:
+            raise ConfigError("max_chunk_tokens and max_preemptions must not be negative")
         if self.aging_s <= 0 or self.swap_wait_s <= 0:
             raise ConfigError("aging_s and swap_wait_s must be positive")
         if not (0 < self.reserved_share <= 1 and 0 <= self.watermark_blocks_share < 1):
@@ -124,7 +124,7 @@ class SequenceSpec:
     """Local time at which the router accepted the request (now - waited), in seconds; may lie before this process."""
     mode: Mode = "decode"
     times_preempted: int = 0
-    """How often decode gave this request back before. At max_preempt its blocks are reserved to the end."""
+    """How often decode gave this request back before. At max_preemptions its blocks are reserved to the end."""
     tries: AllocationMemo = field(default_factory=AllocationMemo, init=False, compare=False, repr=False)
     """To get blocks for token_ids: who waits is tried again with every event, and its ids may be many."""
 

@@ -1,7 +1,6 @@
-"""Who exists: nodes tell every router host's proxy, router workers hear it from the proxy of their own host.
+"""Node discovery: nodes announce themselves to the proxy of every router host, and that proxy informs its workers.
 
-Says nothing about whether a node lives. Losing a proxy, or the name service, freezes what is known; nothing here
-takes a node away.
+Discovery only adds nodes. It does not detect dead ones, and losing a proxy or the name service removes none.
 """
 
 import errno
@@ -26,33 +25,32 @@ from kvferry.common.config.endpoints import parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Announce, Envelope
 from kvferry.common.protocol.wire import decode, encode
-from kvferry.common.transport import (
-    nonblocking as nowait,
-)
-from kvferry.common.transport import (
-    options,
-)
-from kvferry.common.transport.base_socket import OwnSocket
+from kvferry.common.transport import nonblocking, options
+from kvferry.common.transport.base_socket import BaseSocket
 from kvferry.common.transport.context import TransportContext
-from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
+from kvferry.common.transport.monitor import (
+    HANDSHAKE_FAILURES_BEFORE_WARNING,
+    ConnectionEvent,
+    LinkMonitor,
+    handshake_advice,
+)
 from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 from kvferry.common.transport.options import SocketOptions
-from kvferry.common.transport.security_domain import Channel
+from kvferry.common.transport.security_domain import SecurityDomain
 
 _LOG = logging.getLogger("kvferry.announce")
-FAILURES_TOLD = 3
-"""Handshakes that fail in a row until it is told, once."""
-ANNOUNCE_OPTIONS = SocketOptions(channel=Channel.ANNOUNCE, high_water=1000, max_frame_bytes=65_536)
+
+ANNOUNCE_OPTIONS = SocketOptions(domain=SecurityDomain.ANNOUNCE, high_water=1000, max_frame_bytes=65_536)
 """Between nodes and the proxy."""
-MEMBERS_OPTIONS = replace(ANNOUNCE_OPTIONS, channel=Channel.MEMBERS)
+MEMBERS_OPTIONS = replace(ANNOUNCE_OPTIONS, domain=SecurityDomain.MEMBERS)
 """Between the proxy and the workers of its host."""
 
 Resolve = Callable[[str], list[str]]
-"""An endpoint -> all endpoints that it stands for. Raises OSError when the name cannot be resolved now."""
+"""An endpoint -> the endpoints of all its addresses. Raises OSError when the name cannot be resolved now."""
 
 
 def resolve_endpoint(endpoint: str) -> list[str]:
-    """All addresses behind a tcp endpoint's host name, sorted; any other endpoint as it is. Asks the name service."""
+    """All addresses of a tcp endpoint's host name, sorted; any other endpoint unchanged. Queries the name service."""
     parsed = parse_endpoint(endpoint)
     if parsed.scheme != "tcp":
         return [endpoint]
@@ -63,7 +61,7 @@ def resolve_endpoint(endpoint: str) -> list[str]:
 
 
 class _Publisher:
-    """The socket of an announcer, as a monitor wants it."""
+    """The announcer's socket as a LinkMonitor expects it."""
 
     def __init__(self, poll_handle: "zmq.Socket[bytes]") -> None:
         self.poll_handle = poll_handle
@@ -74,7 +72,7 @@ class _Publisher:
 
 
 class Announcer:
-    """Repeats one announcement to every proxy. Has a thread of its own, since asking for a name may take seconds."""
+    """Repeats one announcement to every proxy, in its own thread: resolving a name may take seconds."""
 
     def __init__(
         self,
@@ -99,25 +97,26 @@ class Announcer:
         self._resolved: dict[str, list[str]] = {}
         self._failures = 0
         self.given_up = 0
-        """Connections that ZeroMQ gave up, for the proxy there had no keys (or was none), and that were made anew."""
-        self._renewed = 0
+        """Connections that ZeroMQ gave up because the proxy has no keys or is not a proxy. They are replaced."""
+        self._replaced = 0
 
     def start(self, announcement: Envelope) -> None:
-        """Announce it from now on. ConfigError when a proxy's endpoint is none, ProtocolError when it is too large."""
+        """Start to announce. ConfigError when a proxy's endpoint is invalid, ProtocolError when `announcement` is too
+        large."""
         for proxy in self._proxies:
-            options.check_connectable(self._context, proxy, Channel.ANNOUNCE)
+            options.check_connectable(self._context, proxy, SecurityDomain.ANNOUNCE)
         self.change(announcement)
         if self._thread is not None:
-            raise InvariantError("the announcer was started already")
+            raise InvariantError("the announcer is already started")
         self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
         self._thread.start()
 
     def change(self, announcement: Envelope) -> None:
-        """Announce this from now on (another life after a turned role, say). From any thread."""
+        """Replace the announcement, for example by a new incarnation after a change of role. Thread-safe."""
         self._frames = [bytes(frame) for frame in encode(announcement, self._limits)]
 
     def close(self) -> None:
-        """Stop and wait for the thread, for as long as a name that is being asked for takes. Twice does no harm."""
+        """Stop and join the thread; blocks while it resolves a name. May be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -136,7 +135,7 @@ class Announcer:
                 if self._clock.now() >= resolve_at:
                     self._reconnect(publisher)
                     resolve_at = self._clock.now() + self._timers.resolve_s
-                nowait.send(publisher, self._frames)
+                nonblocking.send(publisher, self._frames)
                 self._stop.wait(self._timers.heartbeat_s)
         finally:
             monitor.close()
@@ -148,28 +147,26 @@ class Announcer:
             self._failures = 0
         elif event is not ConnectionEvent.DISCONNECTED:
             self._failures += 1
-            if self._failures == FAILURES_TOLD:
-                _LOG.warning("a proxy of discovery.announce_to is there and no handshake succeeds: %s", self._reason())
-
-    def _reason(self) -> str:
-        if self._context.security is None:
-            return "it does not answer, has keys and this node has none, or is no proxy"
-        return "it does not answer, does not let this node's key in, runs without keys, or is not who its key says"
+            if self._failures == HANDSHAKE_FAILURES_BEFORE_WARNING:
+                _LOG.warning(
+                    "a proxy in discovery.announce_to accepts connections but the handshake fails; %s",
+                    handshake_advice(self._context, "proxy"),
+                )
 
     def _reconnect(self, publisher: "zmq.Socket[bytes]") -> None:
-        if self.given_up != self._renewed:
-            self._renewed = self.given_up
-            self._disconnect(publisher, self._connected.keys())  # an announcement that is lost comes again
+        if self.given_up != self._replaced:
+            self._replaced = self.given_up
+            self._disconnect(publisher, self._connected.keys())  # a lost announcement is repeated
         for proxy in self._proxies:
             try:
                 self._resolved[proxy] = self._resolve(proxy)
             except OSError:
-                continue  # what was known before goes on
+                continue  # keep the addresses known so far
         wanted = {endpoint for endpoints in self._resolved.values() for endpoint in endpoints}
         for endpoint in wanted - self._connected.keys():
             try:
                 self._connected[endpoint] = options.connect(self._context, publisher, endpoint, ANNOUNCE_OPTIONS)
-            except ConfigError as error:  # its key was taken out of the list; it may come back
+            except ConfigError as error:  # its key is not in security.allowed_keys; it may be added later
                 _LOG.warning("%s", error)
         self._disconnect(publisher, self._connected.keys() - wanted)
 
@@ -178,24 +175,24 @@ class Announcer:
             try:
                 publisher.disconnect(self._connected.pop(endpoint))
             except zmq.ZMQError as error:
-                if error.errno != errno.ENOENT:  # one that ZeroMQ gave up is forgotten by it
+                if error.errno != errno.ENOENT:  # ZeroMQ has already removed a connection that it gave up
                     raise
 
 
-class AnnouncementListener(OwnSocket):
-    """Hears announcements from one proxy. Never waits; owned by one thread or event loop (through AsyncReceiver)."""
+class AnnouncementListener(BaseSocket):
+    """Receives announcements from one proxy. Never blocks; owned by one thread or event loop (see AsyncReceiver)."""
 
-    WHAT = "the listener"
+    WHAT = "the announcement listener"
 
     def __init__(self, context: TransportContext, limits: Limits) -> None:
         super().__init__(context)
         self._limits = limits
         self.malformed = 0
-        """Messages dropped since they were no announcement of this protocol version."""
+        """Messages dropped because they were not announcements of this protocol version."""
 
     def connect(self, endpoint: str) -> None:
-        """Start to listen to the proxy's endpoint for workers."""
-        self._demand_new()
+        """Connect to the proxy's endpoint for workers."""
+        self._require_closed()
         subscriber = self._context.open_socket(zmq.SUB, "announcement listener")
         try:
             options.apply(subscriber, ANNOUNCE_OPTIONS)
@@ -207,8 +204,8 @@ class AnnouncementListener(OwnSocket):
         self._socket = subscriber
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[Envelope]:
-        """Announcements that are there now; the message of each envelope is an `Announce`."""
-        for frames in nowait.receive(self.poll_handle, limit):
+        """The announcements available now; the message of each envelope is an `Announce`."""
+        for frames in nonblocking.receive(self.poll_handle, limit):
             try:
                 envelope = decode(frames, self._limits)
             except ProtocolError:

@@ -1,7 +1,7 @@
-"""Receiving in an asyncio loop (uvloop too) by the socket's descriptor. Owns no socket.
+"""Receives from a ZeroMQ socket in an asyncio loop (also uvloop), using the socket's descriptor. Owns no socket.
 
-ZeroMQ's descriptor is edge-triggered: it signals that something changed, once, and sending may use that signal up.
-So everything is drained at each signal, and the socket is asked again after each send.
+ZeroMQ's descriptor is edge-triggered: it signals each change once, and a send may consume the signal. So the receiver
+drains the socket at each signal and checks it again after each send.
 """
 
 import asyncio
@@ -12,34 +12,30 @@ from kvferry.common.base.errors import InvariantError
 from kvferry.common.transport.link_socket import LinkSocket
 
 BATCH = 128
-"""Messages handled before other callbacks of the loop get their turn."""
+"""Messages handled before other callbacks of the loop may run."""
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+MessageT = TypeVar("MessageT")
+MessageT_co = TypeVar("MessageT_co", covariant=True)
 
 
-class AsyncSource(Protocol[T_co]):
-    """What can be received from: LinkSocket, LinkMonitor, AnnouncementListener."""
+class AsyncSource(Protocol[MessageT_co]):
+    """A socket to receive from: LinkSocket, LinkMonitor, AnnouncementListener."""
 
     @property
     def fd(self) -> int:
         """The descriptor, edge-triggered."""
         ...
 
-    def readable(self) -> bool:
-        """Whether something is there."""
-        ...
+    def readable(self) -> bool: ...
 
-    def receive(self, limit: int = ...) -> Iterator[T_co]:
-        """What is there now."""
-        ...
+    def receive(self, limit: int = ...) -> Iterator[MessageT_co]: ...
 
 
-class AsyncReceiver(Generic[T]):
-    """Calls back with each message of one source, on the loop's thread, in order."""
+class AsyncReceiver(Generic[MessageT]):
+    """Calls `on_message` with each message of one source, on the loop's thread, in order."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, source: AsyncSource[T], on_message: Callable[[T], None]
+        self, loop: asyncio.AbstractEventLoop, source: AsyncSource[MessageT], on_message: Callable[[MessageT], None]
     ) -> None:
         self._loop = loop
         self._source = source
@@ -50,7 +46,7 @@ class AsyncReceiver(Generic[T]):
         self._again: asyncio.Handle | None = None
 
     def open(self) -> None:
-        """Start to call back. The source is open already; a LinkSocket's outbox is flushed from here too."""
+        """Start receiving from a source that is already open. The outbox of a LinkSocket is flushed as well."""
         if self._fd is not None:
             raise InvariantError("the receiver is open already")
         self._fd = self._source.fd
@@ -60,7 +56,7 @@ class AsyncReceiver(Generic[T]):
         self._soon()
 
     def close(self) -> None:
-        """Stop calling back; before the source is closed, and fine from within a callback. Twice does no harm."""
+        """Stop receiving, before the source is closed. May be called from a callback, and twice."""
         if self._fd is None:
             return
         self._loop.remove_reader(self._fd)
@@ -71,11 +67,11 @@ class AsyncReceiver(Generic[T]):
             self._again.cancel()
             self._again = None
 
-    def drain(self, most: int) -> None:
-        """Take in what is there, in one go and at most so much: for a process that slept, before it judges by time."""
-        while most > 0 and self._is_open() and self._source.readable():
+    def drain(self, limit: int) -> None:
+        """Handle up to about `limit` waiting messages now. For a process that resumes, before it checks timers."""
+        while limit > 0 and self._is_open() and self._source.readable():
             self._check()
-            most -= BATCH
+            limit -= BATCH
 
     def _check(self) -> None:
         self._again = None
@@ -89,7 +85,7 @@ class AsyncReceiver(Generic[T]):
             if self._link is not None and self._link.has_pending:
                 self._link.flush()
         finally:
-            # Also when a callback raised: the signal is used up, and what is left would never be seen.
+            # Also when a callback raised: the signal is consumed, and the remaining messages would never be handled.
             self._recheck()
 
     def _is_open(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a router worker watches its sockets: in its asyncio loop."""
+"""Watches the client links of a router worker in its asyncio loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from kvferry.common.protocol.wire import Frame
 from kvferry.common.transport.async_receiver import AsyncReceiver
-from kvferry.common.transport.client_links import Close
+from kvferry.common.transport.client_links import StopWatching
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
 from kvferry.common.transport.probe import (
@@ -15,7 +15,7 @@ from kvferry.common.transport.probe import (
 )
 
 MAX_DRAINED = 5000
-"""Messages of one socket that are taken in without giving others of the loop their turn."""
+"""Messages of one socket that `drain` handles before other callbacks of the loop may run."""
 _AnyReceiver = AsyncReceiver[list[Frame]] | AsyncReceiver[ConnectionEvent]
 
 
@@ -27,20 +27,18 @@ class AsyncWatcher:
         self._receivers: dict[_AnyReceiver, None] = {}
         self._probes: set[asyncio.Task[None]] = set()
 
-    def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> Close:
-        """Call back with each message."""
+    def watch_link(self, link: LinkSocket, on_message: Callable[[list[Frame]], None]) -> StopWatching:
         return self._watch(AsyncReceiver(self._loop, link, on_message))
 
-    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[ConnectionEvent], None]) -> Close:
-        """Call back with each connection event."""
+    def watch_monitor(self, monitor: LinkMonitor, on_event: Callable[[ConnectionEvent], None]) -> StopWatching:
         return self._watch(AsyncReceiver(self._loop, monitor, on_event))
 
     def drain(self) -> None:
-        """Call back at once with all that waits."""
+        """Handle all waiting messages and events now."""
         for receiver in list(self._receivers):
             receiver.drain(MAX_DRAINED)
 
-    def _watch(self, receiver: _AnyReceiver) -> Close:
+    def _watch(self, receiver: _AnyReceiver) -> StopWatching:
         receiver.open()
         self._receivers[receiver] = None
 
@@ -61,7 +59,7 @@ class AsyncWatcher:
         task.add_done_callback(self._probes.discard)
 
     async def close(self) -> None:
-        """Cancel probes that are under way."""
+        """Cancel running probes."""
         for task in list(self._probes):
             task.cancel()
             with suppress(asyncio.CancelledError):

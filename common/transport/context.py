@@ -1,8 +1,8 @@
-"""The one ZeroMQ context of a process, and the register of the sockets on it. Handed around, never a global.
+"""The process' ZeroMQ context and the register of its open sockets. Passed as an argument, never a global.
 
-`inproc://` endpoints meet only on the same context. A context per use would leak descriptors, so there is one, made
-after the fork; every socket is opened and closed through it, and what is still open can be listed. Keys belong to it,
-since ZeroMQ asks about them context by context.
+`inproc://` endpoints connect only within one context, and a context per use would leak descriptors. So each process has
+one, created after the fork. Every socket is opened and closed through it, and open ones can be listed. It also holds
+the keys, because ZeroMQ authenticates per context.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from kvferry.common.base.errors import (
     OutOfSocketsError,
 )
 from kvferry.common.transport.security import Security
-from kvferry.common.transport.security_domain import Channel
+from kvferry.common.transport.security_domain import SecurityDomain
 from kvferry.common.transport.zap import ZapHandler
 
 _LOG = logging.getLogger("kvferry.security")
@@ -29,8 +29,8 @@ MAX_SOCKETS = 16384
 
 
 @contextlib.contextmanager
-def making(description: str) -> Iterator[None]:
-    """What ZeroMQ cannot make in here for want of a descriptor, or of a socket of its own, is an OutOfSocketsError."""
+def raising_out_of_sockets(description: str) -> Iterator[None]:
+    """Turn ZeroMQ's errors about missing descriptors or sockets into OutOfSocketsError."""
     try:
         yield
     except zmq.ZMQError as error:
@@ -40,7 +40,7 @@ def making(description: str) -> Iterator[None]:
 
 
 class TransportContext:
-    """Opens and closes sockets; thread-safe. The sockets themselves belong to the thread that uses them."""
+    """Opens and closes sockets; thread-safe. Each socket belongs to the thread that uses it."""
 
     def __init__(self, security: Security | None = None, *, io_threads: int = 1) -> None:
         self.security = security
@@ -49,31 +49,33 @@ class TransportContext:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._owner_pid = 0
         self._zap: ZapHandler | None = None
-        self._told_exposed = False
+        self._warned_exposed = False
         self._open: dict[zmq.Socket[bytes], str] = {}
         self._files: dict[zmq.Socket[bytes], tuple[str, int]] = {}
 
     def open_socket(self, kind: int, description: str) -> "zmq.Socket[bytes]":
-        """A new socket that never lingers. `description` names it in leak reports."""
+        """A new socket with LINGER 0. `description` names it in errors and leak reports."""
         with self._lock:
             if self._context is None:
                 self._context = zmq.Context(io_threads=self._io_threads)
                 self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
                 self._owner_pid = os.getpid()
             elif self._owner_pid != os.getpid():
-                raise InvariantError("a ZeroMQ context does not survive a fork: make it in the child")
-            with making(description):
+                raise InvariantError("a ZeroMQ context does not survive a fork: create it in the child")
+            with raising_out_of_sockets(description):
                 socket = self._context.socket(kind)
             socket.setsockopt(zmq.LINGER, 0)
             self._open[socket] = description
             return socket
 
     def prepare_zero_copy(self) -> None:
-        """pyzmq frees large frames by a thread with a context of its own, made at the first of them. Made at the start
-        instead, descriptors do not grow later, as a leak's would."""
+        """Send one large frame within the process, so that pyzmq creates its thread for freeing large frames now.
+
+        That thread has a context of its own. Created later, its descriptors would look like a leak.
+        """
         one, other = (self.open_socket(zmq.PAIR, "the first large frame") for _ in range(2))
         try:
-            # A new name each time: nodes of one process start at once, and ZeroMQ lets go of a name a little late.
+            # A new name each time: nodes of one process start concurrently, and ZeroMQ frees a name with a delay.
             place = f"inproc://first-large-frame-{os.urandom(8).hex()}"
             one.bind(place)
             other.connect(place)
@@ -84,7 +86,7 @@ class TransportContext:
             self.close_socket(one)
 
     def close_socket(self, socket: "zmq.Socket[bytes]") -> None:
-        """Close it, dropping what it still had to send. Called by the thread that owns it; twice does no harm."""
+        """Close a socket and drop its unsent messages. Call it on the owning thread; may be called twice."""
         with self._lock:
             self._open.pop(socket, None)
             file = self._files.pop(socket, None)
@@ -93,40 +95,44 @@ class TransportContext:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file[0])
 
-    def secure_server(self, socket: "zmq.Socket[bytes]", channel: Channel) -> None:
-        """Put keys on a socket that will bind. The handler that lets peers in runs before the first one does."""
+    def secure_server(self, socket: "zmq.Socket[bytes]", domain: SecurityDomain) -> None:
+        """Set keys on a socket that will bind. Starts the ZAP handler before the first such socket binds."""
         if self.security is None:
             raise InvariantError("this context has no keys")
-        self.security.secure_server(socket, channel)
+        self.security.secure_server(socket, domain)
         with self._lock:
             if self._zap is None and self._context is not None:
                 self._zap = ZapHandler(self.security.admits)
                 self._zap.start(self._context)
 
-    def tell_exposed(self, endpoint: str) -> None:
-        """Say, once, that whoever reaches a socket here may speak to it."""
-        if not self._told_exposed:
-            self._told_exposed = True
+    def warn_exposed(self, endpoint: str) -> None:
+        """Log, once per context, that sockets without keys are reachable from other hosts."""
+        if not self._warned_exposed:
+            self._warned_exposed = True
             _LOG.warning(
-                "%s and all else here that is bound beyond loopback has NO KEYS: whoever reaches it can read prompts, "
-                "write KV and end requests. Configure [security], or let only your own hosts reach it",
+                "%s is reachable from other hosts and has NO KEYS: any host that reaches it, or another such socket of "
+                "this process, can read prompts, write KV and end requests. Configure [security], or let only the "
+                "cluster's hosts through the firewall",
                 endpoint,
             )
 
-    def own_file(self, socket: "zmq.Socket[bytes]", path: str) -> None:
-        """`ipc` bound this path: it goes with the socket (ZeroMQ leaves it), unless another life has it by then."""
+    def track_ipc_file(self, socket: "zmq.Socket[bytes]", path: str) -> None:
+        """Unlink this path, bound over `ipc`, when the socket closes, unless another process has bound it since.
+
+        ZeroMQ leaves the file.
+        """
         inode = _inode(path)
         if inode is not None:
             with self._lock:
                 self._files[socket] = path, inode
 
     def open_sockets(self) -> tuple[str, ...]:
-        """Descriptions of all sockets that are open now; empty when nothing leaked."""
+        """Descriptions of all open sockets; empty when none has leaked."""
         with self._lock:
             return tuple(self._open.values())
 
     def close(self) -> None:
-        """End the context. InvariantError when a socket is still open: ending would wait for it for ever."""
+        """Terminate the context. InvariantError when a socket is still open: terminating would block for ever."""
         with self._lock:
             if self._open:
                 raise InvariantError(f"sockets are still open: {', '.join(sorted(self._open.values()))}")
@@ -138,14 +144,13 @@ class TransportContext:
             context.term()
 
     def check_invariants(self) -> None:
-        """Nothing is registered as open that is closed, and nothing is open without a context."""
         with self._lock:
             if closed := [name for socket, name in self._open.items() if socket.closed]:
-                raise InvariantError(f"closed behind the register's back: {', '.join(closed)}")
+                raise InvariantError(f"closed without close_socket: {', '.join(closed)}")
             if self._open and self._context is None:
-                raise InvariantError("sockets without a context")
+                raise InvariantError("sockets are open without a context")
             if self._files.keys() - self._open.keys():
-                raise InvariantError("a file outlives its socket")
+                raise InvariantError("an ipc file is tracked for a closed socket")
 
 
 def _inode(path: str) -> int | None:

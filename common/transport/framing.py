@@ -1,8 +1,8 @@
-"""Several frames as one, for what nodes say to clients. Does no IO.
+"""Packs the frames of a message into one frame, for messages from nodes to clients. Pure.
 
-A client's socket has IMMEDIATE, and libzmq 4.3.5 ends the process when such a socket hears, between two frames of one
-message, that its connection is made anew (`fq.cpp`: `!_more`). It may hear at every hundredth frame that is read, so no
-message to it may have more than one. ADR 0025.
+A client's socket has IMMEDIATE set, and libzmq 4.3.5 aborts the process when such a socket is notified of a reconnect
+between two frames of one message (`fq.cpp`: `!_more`). The notification can come at every hundredth frame read, so a
+message to a client must have a single frame. ADR 0025.
 """
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from kvferry.common.protocol.wire import Frame
 
 _LENGTH = Struct("<I")
 OVERHEAD_BYTES = 64
-"""More than what is added to the frames of any message of the protocol."""
+"""Upper bound of what `pack` adds to the frames of any message of the protocol."""
 
 
 def pack(frames: Sequence[Frame]) -> bytes:
-    """Each frame behind its length, little-endian in 4 bytes."""
+    """One frame: each of `frames` after its length, 4 bytes little-endian."""
     parts: list[Frame] = []
     for frame in frames:
         parts += (_LENGTH.pack(memoryview(frame).nbytes), frame)
     return b"".join(parts)
 
 
-def unpack(parcel: Frame) -> list[Frame]:
-    """The frames, of the parcel's own kind; those of a memoryview keep its memory. ValueError for anything else."""
+def unpack(packed: Frame) -> list[Frame]:
+    """The frames, as slices of `packed` (a memoryview is not copied). ValueError when it is not what `pack` makes."""
     frames: list[Frame] = []
     at = 0
-    while at < len(parcel):
+    while at < len(packed):
         start = at + _LENGTH.size
-        if start > len(parcel):
-            raise ValueError(f"{len(parcel) - at} bytes after {len(frames)} frames")
-        at = start + int(_LENGTH.unpack(parcel[at:start])[0])
-        if at > len(parcel):
-            raise ValueError(f"frame {len(frames)} of {at - start} bytes, {len(parcel) - start} are there")
-        frames.append(parcel[start:at])
+        if start > len(packed):
+            raise ValueError(f"{len(packed) - at} trailing bytes after {len(frames)} frames")
+        at = start + int(_LENGTH.unpack(packed[at:start])[0])
+        if at > len(packed):
+            raise ValueError(f"frame {len(frames)}: length {at - start} bytes, only {len(packed) - start} bytes left")
+        frames.append(packed[start:at])
     return frames

@@ -1,7 +1,7 @@
-"""Tells when a link's connection came to stand or broke. Never waits.
+"""Connection events of a link: connected, disconnected, handshake failed. Never blocks.
 
-A broken connection only makes a peer suspect. Silent for `inproc`, where nothing can break but the process itself, and
-about refusals, which ZeroMQ does not tell: for those there is `probe`.
+A broken connection makes a peer suspect, nothing more. There are no events for `inproc`, where only the process itself
+can fail, and none for refused connections, which ZeroMQ does not report; `probe` detects those.
 """
 
 import os
@@ -13,23 +13,26 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.common.base.errors import OutOfSocketsError
-from kvferry.common.transport import nonblocking as nowait
-from kvferry.common.transport.base_socket import OwnSocket
-from kvferry.common.transport.context import TransportContext, making
+from kvferry.common.transport import nonblocking
+from kvferry.common.transport.base_socket import BaseSocket
+from kvferry.common.transport.context import TransportContext, raising_out_of_sockets
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.nonblocking import RECEIVE_BATCH
 
+HANDSHAKE_FAILURES_BEFORE_WARNING = 3
+"""Consecutive failures after which the owner of a connection logs one warning: a peer that exits may cause one."""
+
 
 class ConnectionEvent(Enum):
-    """What happened to the connection."""
+    """A change of a connection's state."""
 
     CONNECTED = "connected"
-    """The handshake is done: messages can pass."""
+    """The handshake succeeded: messages can pass."""
     DISCONNECTED = "disconnected"
     HANDSHAKE_FAILED = "handshake failed"
-    """Reached, and no understanding: other keys, or the process ended just then. ZeroMQ tries again."""
+    """Connected, but the handshake failed: keys that do not match, or the peer exited. ZeroMQ retries."""
     GAVE_UP = "gave up"
-    """As before, and ZeroMQ does not try again: one end has keys and the other none, or it is not ZeroMQ."""
+    """The handshake failed and ZeroMQ does not retry: only one end has keys, or the peer does not speak ZeroMQ."""
 
 
 _EVENTS: dict[int, ConnectionEvent] = {
@@ -42,21 +45,24 @@ _EVENTS: dict[int, ConnectionEvent] = {
 
 
 class Monitored(Protocol):
-    """What has connections to watch: a LinkSocket, say."""
+    """A socket whose connections can be monitored, such as a LinkSocket."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether there is a socket."""
-        ...
+    def is_open(self) -> bool: ...
 
     @property
-    def poll_handle(self) -> "zmq.Socket[bytes]":
-        """The socket."""
-        ...
+    def poll_handle(self) -> "zmq.Socket[bytes]": ...
 
 
-class LinkMonitor(OwnSocket):
-    """Connection events of one link. Opened between the link's `open` and `connect`, closed before or after it."""
+def handshake_advice(context: TransportContext, peer: str) -> str:
+    """What to check when the handshakes with a peer ("node", "proxy") keep failing; ends a log line."""
+    if context.security is None:
+        return f"check that it is a kvferry {peer} and, like this process, runs without keys"
+    return f"check that it is a kvferry {peer} with the key in its endpoint, and that it allows this process' key"
+
+
+class LinkMonitor(BaseSocket):
+    """Receives the connection events of one link. Open it between the link's `open` and `connect`."""
 
     WHAT = "the monitor"
 
@@ -65,14 +71,14 @@ class LinkMonitor(OwnSocket):
         self._link = link
 
     def open(self) -> None:
-        """Start to watch. Belongs to the thread that owns the link. OutOfSocketsError: it is closed still."""
-        self._demand_new()
+        """Start monitoring; must be called by the thread that owns the link. After OutOfSocketsError it is closed."""
+        self._require_closed()
         address = f"inproc://link-monitor-{os.urandom(8).hex()}"
         self._socket = socket = self._context.open_socket(zmq.PAIR, "link monitor")
         try:
-            # Without a bound: ZeroMQ's IO thread would wait in sending an event to a full monitor.
+            # No bound: ZeroMQ's IO thread would block when it sends an event to a full monitor socket.
             socket.setsockopt(zmq.RCVHWM, 0)
-            with making("link monitor"):  # the link gets a socket of ZeroMQ's own, which tells of its events
+            with raising_out_of_sockets("link monitor"):  # ZeroMQ creates a socket that publishes the link's events
                 self._link.poll_handle.monitor(address, sum(_EVENTS))
             socket.connect(address)
         except BaseException:
@@ -81,20 +87,20 @@ class LinkMonitor(OwnSocket):
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[ConnectionEvent]:
         """Events since the last call, oldest first."""
-        for frames in nowait.receive(self.poll_handle, limit):
+        for frames in nonblocking.receive(self.poll_handle, limit):
             event = _EVENTS.get(parse_monitor_message([bytes(frame) for frame in frames])["event"])
             if event is not None:
                 yield event
 
     def close(self) -> None:
-        """Stop watching. Twice does no harm."""
+        """Stop monitoring; before or after the link is closed. May be called twice."""
         if self.is_open and self._link.is_open:
             self._link.poll_handle.monitor(None, 0)
         super().close()
 
 
 def connect_watched(link: LinkSocket, monitor: LinkMonitor, endpoint: str) -> None:
-    """Open a link and its monitor, and connect. ConfigError or OutOfSocketsError: both are closed again."""
+    """Open a link and its monitor, and connect. After ConfigError or OutOfSocketsError both are closed."""
     try:
         link.open()
         monitor.open()
@@ -102,6 +108,7 @@ def connect_watched(link: LinkSocket, monitor: LinkMonitor, endpoint: str) -> No
     except BaseException as error:
         monitor.close()
         link.close()
-        if isinstance(error, OutOfSocketsError):  # which of its sockets lacked may differ each time it is tried
+        if isinstance(error, OutOfSocketsError):
+            # Name the link: which of its sockets cannot be opened may differ from try to try.
             raise OutOfSocketsError(f"link to {endpoint}", error.reason) from None
         raise

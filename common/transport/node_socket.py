@@ -1,7 +1,7 @@
-"""A node's side of all links to it: one bound ROUTER. Never waits; owned by one thread. What it sends is one frame.
+"""A node's end of all links to it: one bound ROUTER. Never blocks; owned by one thread. A sent message is one frame.
 
-A peer is known by its incarnation, which is its routing id. A peer that comes back under the same id takes its place
-over. Keys, where there are any, say that it is a node or a router; the id is its own word.
+A peer is identified by its incarnation, which is its routing id. A peer that reconnects under the same id replaces its
+old connection. Keys, if configured, prove that a peer is a node or a router; they do not prove its incarnation.
 """
 
 import errno
@@ -16,13 +16,8 @@ from kvferry.common.base.ids import (
     routing_id,
 )
 from kvferry.common.protocol.wire import Frame
-from kvferry.common.transport import (
-    nonblocking as nowait,
-)
-from kvferry.common.transport import (
-    options,
-)
-from kvferry.common.transport.base_socket import OwnSocket
+from kvferry.common.transport import nonblocking, options
+from kvferry.common.transport.base_socket import BaseSocket
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.framing import pack
 from kvferry.common.transport.nonblocking import (
@@ -35,8 +30,8 @@ from kvferry.common.transport.options import SocketOptions
 _INCARNATION_BYTES = 16
 
 
-class NodeSocket(OwnSocket):
-    """Sends to any connected peer, receives from all. `bind` first, `close` last, both on the owning thread."""
+class NodeSocket(BaseSocket):
+    """Sends to any connected peer, receives from all. Call `bind` first and `close` last, on the owning thread."""
 
     WHAT = "the node socket"
 
@@ -45,13 +40,13 @@ class NodeSocket(OwnSocket):
         self._options = socket_options
         self._outboxes: dict[Incarnation, Outbox] = {}
         self._name = ""
-        """Within this process, if that is how it is bound."""
+        """The bound `inproc` endpoint, or empty."""
         self.dropped: Counter[str] = Counter()
-        """Messages that went nowhere: `overflow`, `unreachable` (to peers), `no_incarnation` (from peers)."""
+        """Dropped messages: `overflow` and `unreachable` (to peers), `no_incarnation` (from peers)."""
 
     def bind(self, endpoint: str, *, allow_remote: bool = False) -> str:
-        """Bind and return the endpoint with its real port. ConfigError when it may not or cannot be bound."""
-        self._demand_new()
+        """Bind, and return the endpoint with its real port. ConfigError when that is not permitted or fails."""
+        self._require_closed()
         socket = self._context.open_socket(zmq.ROUTER, f"node socket at {endpoint}")
         try:
             options.apply(socket, self._options)
@@ -66,11 +61,11 @@ class NodeSocket(OwnSocket):
 
     @property
     def has_pending(self) -> bool:
-        """Whether some peer's outbox is not empty: `flush` again soon."""
+        """Whether any outbox holds messages, so that `flush` must be called."""
         return bool(self._outboxes)
 
     def send(self, peer: Incarnation, frames: Sequence[Frame]) -> SendResult:
-        """Send a message to a peer, after all that waits for it already."""
+        """Send a message to a peer after those already queued for it."""
         outbox = self._outboxes.get(peer)
         if outbox is not None:
             return self._queue(peer, outbox, frames)
@@ -83,7 +78,7 @@ class NodeSocket(OwnSocket):
         return self._queue(peer, Outbox(self._options.outbox_messages, self._options.outbox_bytes), frames)
 
     def flush(self) -> list[Incarnation]:
-        """Send what waits, as far as there is room. Returns the peers that are gone, with what waited for them."""
+        """Send queued messages while there is room. Returns the peers that are gone; their outboxes are dropped."""
         gone = []
         for peer, outbox in list(self._outboxes.items()):
             try:
@@ -98,31 +93,30 @@ class NodeSocket(OwnSocket):
         return gone
 
     def forget(self, peer: Incarnation) -> int:
-        """Drop what waits for a peer (it is dead, say); how many messages that were."""
+        """Drop the outbox of a peer, for example a dead one; returns the number of messages."""
         outbox = self._outboxes.pop(peer, None)
         return outbox.clear() if outbox is not None else 0
 
     def receive(self, limit: int = RECEIVE_BATCH) -> Iterator[tuple[Incarnation, list[Frame]]]:
-        """Messages that are there now, at most `limit`, each with the incarnation of who sent it."""
-        for frames in nowait.receive(self.poll_handle, limit, zero_copy=self._options.zero_copy):
+        """The messages available now, at most `limit`, each with its sender's incarnation."""
+        for frames in nonblocking.receive(self.poll_handle, limit, zero_copy=self._options.zero_copy):
             if len(frames[0]) != _INCARNATION_BYTES:
                 self.dropped["no_incarnation"] += 1
                 continue
             yield Incarnation(bytes(frames[0]).hex()), frames[1:]
 
     def close(self) -> None:
-        """Close the socket and drop what waits. Twice does no harm."""
+        """Close the socket and drop queued messages. May be called twice."""
         self._outboxes.clear()
         if self._socket is not None and self._name:
-            self._socket.unbind(self._name)  # closing frees a name later, in a thread of libzmq's
+            self._socket.unbind(self._name)  # close alone would free the name later, in a thread of libzmq
         super().close()
 
     def check_invariants(self) -> None:
-        """No outbox is kept empty, and each keeps its bounds."""
         for peer, outbox in self._outboxes.items():
             outbox.check_invariants()
             if not outbox:
-                raise InvariantError(f"an empty outbox is kept for {peer}")
+                raise InvariantError(f"the outbox of {peer} is empty")
 
     def _queue(self, peer: Incarnation, outbox: Outbox, frames: Sequence[Frame]) -> SendResult:
         if outbox.put(frames):
@@ -132,9 +126,9 @@ class NodeSocket(OwnSocket):
         return SendResult.UNREACHABLE
 
     def _try_send(self, peer: Incarnation, frames: Sequence[Frame]) -> bool:
-        """False when the peer is full; ConnectionError when there is no such peer."""
+        """False when the peer is full; ConnectionError when it is unknown."""
         try:
-            return nowait.send(self.poll_handle, [routing_id(peer), pack(frames)])
+            return nonblocking.send(self.poll_handle, [routing_id(peer), pack(frames)])
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
                 raise ConnectionError(peer) from None

@@ -1,6 +1,6 @@
-"""Sending and receiving one message without ever waiting. The only two places where sockets are read and written.
+"""Non-blocking send and receive of one message, and the queue for messages that a peer has no room for.
 
-Messages that wait because a peer is full. Pure: knows no socket.
+All sockets of this package are read and written here only.
 """
 
 from collections import deque
@@ -13,13 +13,13 @@ from kvferry.common.base.errors import InvariantError
 from kvferry.common.protocol.wire import Frame
 
 RECEIVE_BATCH = 1000
-"""Messages taken from a socket before its owner looks at its timers again."""
+"""Messages received from a socket before its owner checks its timers again."""
 
 
 def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], *, zero_copy: bool = False) -> bool:
-    """Give a message to ZeroMQ; False when it has no room. Other errors (no such peer) are raised as ZMQError.
+    """Hand a message to ZeroMQ; False when its queue is full. ZMQError for other errors, such as an unknown peer.
 
-    ZeroMQ decides at the first frame: a message is taken whole or not at all.
+    ZeroMQ decides at the first frame: it accepts a message whole or not at all.
     """
     try:
         socket.send_multipart(frames, zmq.NOBLOCK, copy=not zero_copy)
@@ -29,9 +29,9 @@ def send(socket: "zmq.Socket[bytes]", frames: Sequence[Frame], *, zero_copy: boo
 
 
 def receive(socket: "zmq.Socket[bytes]", limit: int, *, zero_copy: bool = False) -> Iterator[list[Frame]]:
-    """Messages that are there now, at most `limit`. With zero_copy as memoryviews that keep ZeroMQ's buffer alive.
+    """The messages available now, at most `limit`. With zero_copy, memoryviews that keep ZeroMQ's buffers alive.
 
-    The socket is asked before each one: asking also lets it handle what its descriptor signalled.
+    Reads ZMQ_EVENTS before each message, which also lets ZeroMQ process pending commands.
     """
     for _ in range(limit):
         if not readable(socket):
@@ -46,28 +46,28 @@ def receive(socket: "zmq.Socket[bytes]", limit: int, *, zero_copy: bool = False)
 
 
 def readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message is there. Asking also lets the socket handle what its descriptor signalled."""
+    """Whether a message can be received. Reading ZMQ_EVENTS also lets ZeroMQ process pending commands."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def writable(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether there is room for a message. Means something only for a socket with a single peer."""
+    """Whether a message can be sent. Meaningful only for a socket with a single peer."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
 
 class SendResult(Enum):
-    """What became of a message that was given to a socket. None of them promises that it arrives."""
+    """The outcome of a send. No outcome guarantees delivery."""
 
     SENT = "sent"
-    """ZeroMQ has it."""
+    """ZeroMQ accepted it."""
     QUEUED = "queued"
-    """The peer has no room (or is not connected yet): it waits here, and `flush` tries again."""
+    """The peer is full or not connected yet: the message is in the outbox, and `flush` retries it."""
     UNREACHABLE = "unreachable"
-    """There is no such peer, or its outbox overflowed: dropped, the link counts as down."""
+    """The peer is unknown, or its outbox overflowed: the message was dropped and the link counts as down."""
 
 
 class Outbox:
-    """A bounded queue of messages for one peer, in order."""
+    """A bounded FIFO of messages for one peer. Pure."""
 
     def __init__(self, max_messages: int, max_bytes: int) -> None:
         self._max_messages = max_messages
@@ -80,11 +80,11 @@ class Outbox:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all frames that wait."""
+        """Total size of the queued frames."""
         return self._num_bytes
 
     def put(self, frames: Sequence[Frame]) -> bool:
-        """Append a message; False, and nothing changes, when a bound would be passed."""
+        """Append a message; False, without effect, when it would exceed a bound."""
         size = sum(map(len, frames))
         if len(self._waiting) >= self._max_messages or self._num_bytes + size > self._max_bytes:
             return False
@@ -93,24 +93,23 @@ class Outbox:
         return True
 
     def first(self) -> Sequence[Frame]:
-        """The message that is sent next; IndexError when there is none."""
+        """The oldest message; IndexError when the queue is empty."""
         return self._waiting[0][1]
 
     def pop(self) -> None:
-        """Take the first away: it was sent."""
+        """Remove the oldest message, after it was sent."""
         size, _ = self._waiting.popleft()
         self._num_bytes -= size
 
     def clear(self) -> int:
-        """Drop all; how many there were."""
+        """Drop all messages; returns how many."""
         dropped = len(self._waiting)
         self._waiting.clear()
         self._num_bytes = 0
         return dropped
 
     def check_invariants(self) -> None:
-        """The byte count is that of the messages, and both bounds hold."""
         if self._num_bytes != sum(size for size, _ in self._waiting):
-            raise InvariantError(f"outbox: {self._num_bytes} bytes booked for messages of another size")
+            raise InvariantError(f"outbox: byte count {self._num_bytes} differs from the size of its messages")
         if len(self._waiting) > self._max_messages or self._num_bytes > self._max_bytes:
-            raise InvariantError("outbox: a bound is passed")
+            raise InvariantError("outbox: a bound is exceeded")

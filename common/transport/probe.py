@@ -1,6 +1,7 @@
-"""Does anyone listen there? A plain connection that says nothing: ZeroMQ does not tell a refusal from a slow answer.
+"""Checks whether a process listens at an endpoint, by a plain connection attempt that sends nothing.
 
-Refused means that the process is gone, at once. Opens and closes its own sockets, none of ZeroMQ's.
+ZeroMQ does not distinguish a refused connection from a slow one; a refusal means that the process has died. Opens and
+closes plain sockets, none of ZeroMQ's.
 """
 
 import asyncio
@@ -13,22 +14,22 @@ from kvferry.common.config.endpoints import Endpoint, parse_endpoint
 
 
 class ProbeResult(Enum):
-    """What the connection attempt met."""
+    """The outcome of the connection attempt."""
 
     ACCEPTED = "accepted"
     REFUSED = "refused"
-    """The host answers and nobody listens."""
+    """The host answers, and no process listens at the endpoint."""
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
-    """No route, no such name: says nothing about the process."""
+    """No route, or an unknown host name: says nothing about the process."""
     UNKNOWN = "unknown"
-    """Not tried: `inproc` cannot be probed, nor anything without a thread for it."""
+    """Not attempted: `inproc` cannot be probed, or no thread could be started."""
 
 
 def probe(endpoint: str, timeout_s: float) -> ProbeResult:
-    """Try to connect, waiting at most `timeout_s` for each address (a name is resolved outside of that time).
+    """Try to connect, waiting at most `timeout_s` for each address; resolving the name is not included.
 
-    ConfigError when it is no endpoint.
+    ConfigError when `endpoint` is invalid.
     """
     parsed = parse_endpoint(endpoint)
     if parsed.scheme == "inproc":
@@ -41,19 +42,19 @@ def probe(endpoint: str, timeout_s: float) -> ProbeResult:
         else:
             socket.create_connection((parsed.host, parsed.port or 0), timeout_s).close()
     except OSError as error:
-        return _judge(error)
+        return _result_of(error)
     return ProbeResult.ACCEPTED
 
 
 async def probe_async(endpoint: str, timeout_s: float) -> ProbeResult:
-    """`probe` for an event loop; `timeout_s` bounds it all."""
+    """`probe` for an event loop; `timeout_s` bounds the whole attempt."""
     parsed = parse_endpoint(endpoint)
     if parsed.scheme == "inproc":
         return ProbeResult.UNKNOWN
     try:
         await run_with_timeout(timeout_s, _connect_and_close(parsed))
     except OSError as error:  # TimeoutError is one
-        return _judge(error)
+        return _result_of(error)
     return ProbeResult.ACCEPTED
 
 
@@ -63,11 +64,11 @@ async def _connect_and_close(endpoint: Endpoint) -> None:
     else:
         _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     writer.close()
-    with contextlib.suppress(ConnectionError):  # it was accepted, that is all that was asked
+    with contextlib.suppress(ConnectionError):  # it was accepted; how it closes does not matter
         await writer.wait_closed()
 
 
-def _judge(error: OSError) -> ProbeResult:
+def _result_of(error: OSError) -> ProbeResult:
     if isinstance(error, TimeoutError):
         return ProbeResult.TIMEOUT
     if isinstance(error, (ConnectionRefusedError, FileNotFoundError)):

@@ -1,7 +1,7 @@
-"""CURVE keys on sockets: whose secret a socket has, whom it lets in, and whom it believes to have reached.
+"""CURVE keys on sockets: a socket's own secret, the client keys it admits, and the server key it expects.
 
-Belongs to a TransportContext, which starts the ZAP handler before the first bind. ZeroMQ without a handler would let
-any key in; the domain is enforced, so that here it lets nobody in.
+Belongs to a TransportContext, which starts the ZAP handler before the first bind. Without a handler ZeroMQ would admit
+any key; because the ZAP domain is enforced, it admits none.
 """
 
 import logging
@@ -17,74 +17,76 @@ from kvferry.common.base.errors import (
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint, with_key
 from kvferry.common.config.keys import AllowedKeys, Key, KeyRole, read_secret
 from kvferry.common.config.schema import SecurityConfig
-from kvferry.common.transport.security_domain import Channel
+from kvferry.common.transport.security_domain import SecurityDomain
 
 _LOG = logging.getLogger("kvferry.security")
+_NO_CURVE = "this libzmq was built without CURVE; install pyzmq's binary wheel"
 
 
 class Security:
-    """One process' keys. Thread-safe: what changes is the list of allowed keys alone, which is so itself."""
+    """The keys of one process. Thread-safe: only the list of allowed keys changes, and it is thread-safe itself."""
 
     def __init__(self, secret: Key, allowed: AllowedKeys, *, kv: bool = True) -> None:
-        """ConfigError when ZeroMQ cannot do it, or when this process' own key is not in the list."""
+        """ConfigError when libzmq lacks CURVE, or when this process' own key is not in the list."""
         if not zmq.has("curve"):
-            raise ConfigError("security: this libzmq was built without CURVE; install pyzmq's own wheel")
+            raise ConfigError(f"security: {_NO_CURVE}")
         self.role = secret.role
         self.allowed = allowed
         self._kv = kv
-        self._told_error = ""
+        self._logged_error = ""
         self._secret = _z85(secret.hex)
         self._public = zmq.curve_public(self._secret)
         self.public = z85.decode(self._public).hex()
         """This process' public key, in hexadecimal."""
         if self.role not in allowed.roles_of(self.public):
             raise ConfigError(
-                f"security.allowed_keys: it lacks this process' own key, public {self.role} {self.public}: its peers, "
-                "which have the same list, would not let it in"
+                f"security.allowed_keys: this process' own key, public {self.role} {self.public}, is not in the list, "
+                "so its peers, which have the same list, would refuse it; add the key to the list on every host"
             )
 
-    def protects(self, channel: Channel, scheme: str) -> bool:
-        """Whether such a socket has keys: `inproc` needs none, and KV may be without."""
-        return scheme != "inproc" and (self._kv or channel is not Channel.KV)
+    def protects(self, domain: SecurityDomain, scheme: str) -> bool:
+        """Whether such a socket has keys: `inproc` needs none, and KV may be configured without."""
+        return scheme != "inproc" and (self._kv or domain is not SecurityDomain.KV)
 
-    def secure_server(self, socket: "zmq.Socket[bytes]", channel: Channel) -> None:
-        """For a socket that binds: whom `admits` names may speak to it, nobody else."""
-        if channel.server != self.role:
-            raise InvariantError(f"a {self.role} binds no {channel.value} socket")
+    def secure_server(self, socket: "zmq.Socket[bytes]", domain: SecurityDomain) -> None:
+        """Set keys on a socket that will bind: only peers that `admits` accepts can connect."""
+        if domain.server_role != self.role:
+            raise InvariantError(f"a {self.role} must not bind a {domain.value} socket")
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.ZAP_DOMAIN, channel.value.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, domain.value.encode())
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
-    def secure_client(self, socket: "zmq.Socket[bytes]", channel: Channel, endpoint: Endpoint) -> None:
-        """For a socket that connects. ConfigError as `check_server` has it."""
-        self.check_server(channel, endpoint)
+    def secure_client(self, socket: "zmq.Socket[bytes]", domain: SecurityDomain, endpoint: Endpoint) -> None:
+        """Set keys on a socket that will connect. Raises ConfigError as `check_server` does."""
+        self.check_server(domain, endpoint)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SERVERKEY, _z85(endpoint.key))
 
-    def check_server(self, channel: Channel, endpoint: Endpoint) -> None:
-        """ConfigError when the endpoint names no key, or one that may not be at the other end of such a connection."""
+    def check_server(self, domain: SecurityDomain, endpoint: Endpoint) -> None:
+        """ConfigError when the endpoint names no key, or one that is not allowed at the binding end."""
         if not endpoint.key:
-            raise ConfigError("its endpoint names no key (?key=...): the process there runs without keys")
-        if channel.server not in self.allowed.roles_of(endpoint.key):
-            raise ConfigError(f"its key {endpoint.key} is no {channel.server}'s in security.allowed_keys")
+            raise ConfigError("the endpoint names no key (?key=...), so the process there runs without keys")
+        if domain.server_role not in self.allowed.roles_of(endpoint.key):
+            raise ConfigError(
+                f"key {endpoint.key} is not in security.allowed_keys with the role {domain.server_role}; add it there"
+            )
 
     def admits(self, domain: str, key: bytes) -> bool:
-        """Whether who proved to have this key may use that kind of socket."""
-        admitted = any(
-            domain == channel.value and channel.clients & self.allowed.roles_of(key.hex()) for channel in Channel
-        )
+        """Whether a peer that owns this key may connect to a socket of this ZAP domain."""
+        roles = self.allowed.roles_of(key.hex())
+        admitted = any(known.value == domain and known.client_roles & roles for known in SecurityDomain)
         error = self.allowed.error
-        if error and error != self._told_error:
-            _LOG.error("the allowed keys stay as they were: %s", error)
-        self._told_error = error
+        if error and error != self._logged_error:
+            _LOG.error("cannot reload the allowed keys; the previous list stays in use: %s", error)
+        self._logged_error = error
         return admitted
 
     def completed(self, name: str, endpoints: tuple[str, ...], role: KeyRole) -> tuple[str, ...]:
-        """Endpoints of the configuration, each with a key: its own, or the only one that the list has for `role`.
+        """Endpoints of the configuration, each with a key: its own, or the only key of `role` in the list.
 
-        ConfigError, beginning with the configuration's key `name`, when there is a choice, or none.
+        ConfigError, starting with the configuration key `name`, when the list has none or several of that role.
         """
         return tuple(self._completed(name, endpoint, role) for endpoint in endpoints)
 
@@ -94,39 +96,39 @@ class Security:
             return text
         if endpoint.key:
             if role not in self.allowed.roles_of(endpoint.key):
-                raise ConfigError(f"{name}: {text}: this key is no {role}'s in security.allowed_keys")
+                raise ConfigError(f"{name}: {text}: the key is not in security.allowed_keys with the role {role}")
             return text
         keys = self.allowed.of_role(role)
         if len(keys) != 1:
             raise ConfigError(
-                f"{name}: {text}: say which key is there with ?key=...: security.allowed_keys has {len(keys)} of the "
-                f"role {role}"
+                f"{name}: {text}: append ?key=... to name the key of that process: security.allowed_keys has "
+                f"{len(keys)} keys of the role {role}, not exactly one"
             )
         return with_key(text, keys[0])
 
 
 def load_security(config: SecurityConfig, role: KeyRole) -> Security | None:
-    """The keys of a process of this role; None where none are configured. ConfigError says what is wrong with them."""
+    """The keys of a process of this role; None when no keys are configured. ConfigError when they are invalid."""
     if not config.is_on:
         return None
     name = f"security.{role}_key_file"
     path = config.node_key_file if role == "node" else config.router_key_file
     if not path:
-        raise ConfigError(f"{name}: needed, for keys are configured and a {role} runs here")
+        raise ConfigError(f"{name}: must be set, because keys are configured and a {role} runs on this host")
     secret = read_secret(name, Path(path), role)
     return Security(secret, AllowedKeys("security.allowed_keys", Path(config.allowed_keys)), kv=config.kv == "on")
 
 
 def new_pair(role: KeyRole) -> tuple[Key, Key]:
-    """A fresh (public, secret) pair. ConfigError when ZeroMQ cannot do it."""
+    """A new (public, secret) pair. ConfigError when libzmq lacks CURVE."""
     if not zmq.has("curve"):
-        raise ConfigError("this libzmq was built without CURVE; install pyzmq's own wheel")
+        raise ConfigError(_NO_CURVE)
     public, secret = zmq.curve_keypair()
     return Key(role, z85.decode(public).hex()), Key(role, z85.decode(secret).hex())
 
 
 def public_of(secret: Key) -> Key:
-    """The public half that belongs to a secret one."""
+    """The public key of a secret key."""
     return Key(secret.role, z85.decode(zmq.curve_public(_z85(secret.hex))).hex())
 
 

@@ -1,36 +1,36 @@
-"""What a socket is for, and so whose keys may be at its two ends. Pure."""
+"""The kinds of connection, and the roles whose keys each end must have. Pure."""
 
 from enum import Enum
 
 from kvferry.common.config.keys import KeyRole
 
 
-class Channel(Enum):
-    """The four kinds of connection. The value is the ZAP domain."""
+class SecurityDomain(Enum):
+    """A kind of connection. The value is the ZAP domain."""
 
     CONTROL = "control"
-    """Workers and prefill nodes to a node's control endpoint."""
+    """Router workers and prefill nodes to a node's control endpoint."""
     KV = "kv"
     """Prefill nodes to a decode node's KV endpoint."""
     ANNOUNCE = "announce"
     """Nodes to the proxy of a router host."""
     MEMBERS = "members"
-    """The proxy to the workers of its own host."""
+    """Router workers to the proxy of their own host."""
 
     @property
-    def server(self) -> KeyRole:
-        """Whose key who binds has."""
-        return "node" if self in (Channel.CONTROL, Channel.KV) else "router"
+    def server_role(self) -> KeyRole:
+        """The role whose key the binding end has."""
+        return "node" if self in (SecurityDomain.CONTROL, SecurityDomain.KV) else "router"
 
     @property
-    def clients(self) -> frozenset[KeyRole]:
-        """Whose keys are let in. A router's key moves no KV and announces no node."""
-        return _CLIENTS[self]
+    def client_roles(self) -> frozenset[KeyRole]:
+        """The roles whose keys may connect. A router's key moves no KV and announces no node."""
+        return _CLIENT_ROLES[self]
 
 
-_CLIENTS: dict[Channel, frozenset[KeyRole]] = {
-    Channel.CONTROL: frozenset({"node", "router"}),
-    Channel.KV: frozenset({"node"}),
-    Channel.ANNOUNCE: frozenset({"node"}),
-    Channel.MEMBERS: frozenset({"router"}),
+_CLIENT_ROLES: dict[SecurityDomain, frozenset[KeyRole]] = {
+    SecurityDomain.CONTROL: frozenset({"node", "router"}),
+    SecurityDomain.KV: frozenset({"node"}),
+    SecurityDomain.ANNOUNCE: frozenset({"node"}),
+    SecurityDomain.MEMBERS: frozenset({"router"}),
 }

@@ -1,4 +1,4 @@
-"""Waking a polling thread from other threads, and handing it things. The only thread-safe parts of the loop."""
+"""Wakes a polling thread from other threads and passes it items. The only thread-safe parts of the poll loop."""
 
 import socket
 import threading
@@ -7,41 +7,40 @@ from typing import Generic, TypeVar
 
 from kvferry.common.base.errors import InvariantError
 
-T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 
 
-class Wakeup:
-    """Makes a descriptor readable until it is cleared. Any number of `set` before a `clear` count as one."""
+class Waker:
+    """Makes a descriptor readable until it is cleared. Several `set` before a `clear` count as one."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may come in the middle of its own thread's call
+        self._lock = threading.RLock()  # a signal handler may interrupt a call on the same thread
         self._ends: tuple[socket.socket, socket.socket] | None = None
         self._is_set = False
 
     def open(self) -> None:
-        """Make the descriptors."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
         with self._lock:
             if self._ends is not None:
-                raise InvariantError("the wakeup is open already")
+                raise InvariantError("the waker is open already")
             self._ends = reader, writer
             if self._is_set:
                 writer.send(b"\0")
 
     @property
     def poll_handle(self) -> int:
-        """The descriptor that a PollLoop (or an event loop) waits for; level-triggered."""
+        """The descriptor for a PollLoop or an event loop; level-triggered."""
         with self._lock:
             if self._ends is None:
-                raise InvariantError("the wakeup is not open")
+                raise InvariantError("the waker is not open")
             return self._ends[0].fileno()
 
     def set(self) -> None:
-        """Wake the loop; from any thread and from signal handlers.
+        """Wake the loop. May be called from any thread and from a signal handler.
 
-        Before `open` it is remembered, after `close` it does nothing.
+        A call before `open` takes effect at `open`; after `close` it does nothing.
         """
         with self._lock:
             if not self._is_set:
@@ -50,7 +49,7 @@ class Wakeup:
                     self._ends[1].send(b"\0")
 
     def clear(self) -> None:
-        """Take the signal back. The loop clears first and looks for work second, so that no `set` is lost."""
+        """Reset the signal. The loop must clear first and look for work second, so that no `set` is lost."""
         with self._lock:
             if self._is_set:
                 self._is_set = False
@@ -58,34 +57,34 @@ class Wakeup:
                     self._ends[0].recv(1)
 
     def close(self) -> None:
-        """Close the descriptors. Twice does no harm."""
+        """Close the descriptors. May be called twice."""
         with self._lock:
             ends, self._ends = self._ends, None
         for end in ends or ():
             end.close()
 
 
-class Inbox(Generic[T]):
-    """Things put in by any thread and taken out, in order, by the one that polls `wakeup`.
+class Inbox(Generic[ItemT]):
+    """A FIFO that any thread may fill; the thread that polls `waker` empties it.
 
-    It has no bound of its own: whoever puts in more than is taken out needs one.
+    It is unbounded: callers that may outrun the consumer need a bound of their own.
     """
 
-    def __init__(self, wakeup: Wakeup) -> None:
-        self._wakeup = wakeup
-        self._items: deque[T] = deque()
+    def __init__(self, waker: Waker) -> None:
+        self._waker = waker
+        self._items: deque[ItemT] = deque()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def put(self, item: T) -> None:
+    def put(self, item: ItemT) -> None:
         """Add an item and wake the loop."""
         self._items.append(item)
-        self._wakeup.set()
+        self._waker.set()
 
-    def take_all(self) -> list[T]:
-        """All that is there, oldest first. Clears the wakeup before it looks."""
-        self._wakeup.clear()
+    def take_all(self) -> list[ItemT]:
+        """Remove and return all items, oldest first. Clears the waker first."""
+        self._waker.clear()
         items = []
         while self._items:
             items.append(self._items.popleft())

@@ -67,7 +67,7 @@ def _rate(node: NodeSocket, link: LinkSocket, seconds: float) -> float:
 
     loop.add(node, take)
     loop.add(link, give)
-    loop.want_room(link, True)
+    loop.watch_writable(link, True)
     while begun is None or time.perf_counter() - begun < seconds:
         loop.run_once(1.0)
     return received * PIECE_BYTES / _MB / (time.perf_counter() - begun)

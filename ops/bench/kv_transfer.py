@@ -37,7 +37,7 @@ from kvferry.ops.cli.numbers import positive
 
 SENDER, RECEIVER = Incarnation("1" * 32), Incarnation("2" * 32)
 KEY = TransferKey(RequestId("3" * 32), 1, 1, SENDER, RECEIVER)
-SLOTS = tuple(range(Limits().slots_per_transfer))
+SLOTS = tuple(range(Limits().staging_slots_per_transfer))
 TIMEOUT_S = 120.0
 CACHE_BYTES = 33_554_432
 PIECE_BYTES = (65_536, 1_048_576)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvferry.common.base.cache import cache_dir
+from kvferry.common.base.user_cache import cache_dir
 from kvferry.common.config.host import probe_host
 from kvferry.common.config.load import load_config
 from kvferry.common.config.resolve import default_kv_cache_bytes, nodes_on_host

@@ -17,20 +17,21 @@ TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 _HEAD = """\
 # Configuration
 
-Made from the docstrings in `common/config`. Change those, then run `python -m kvferry.ops.docs_build.configuration`.
+Generated from the docstrings in `common/config`. Edit those, then run `python -m kvferry.ops.docs_build.configuration`.
 
 One TOML file describes a cluster: `kvferry serve|router|prefill|decode|colocated --config cluster.toml`. A key that is
-left out has its default. `--set section.key=value` (TOML syntax; plain words need no quotes) overrides the file and may
-be repeated; options like `--port` do the same for one key, and `--set` wins over them. `--print-config` shows the whole
-result as a file that can be used again. Unknown keys and wrong types are refused, with the nearest key that exists.
+not set has its default; a default given as "derived" is described with the key. `--set section.key=value` (TOML syntax;
+plain words need no quotes) overrides the file and may be repeated. Options such as `--port` override one key each, and
+`--set` overrides them. `--print-config` prints the resulting configuration as a file that can be used again. Unknown
+keys and wrong types are errors that name the nearest valid key.
 
-Units are in the names: `_s` are seconds, `_bytes` bytes, `_share` a part from 0 to 1.
+Units are in the names: `_s` is seconds, `_bytes` bytes, `_share` a fraction from 0 to 1.
 """
 
 _MINDIE_HEAD = """\
 ## For users of MindIE
 
-Which of the keys here is which of MindIE's:
+MindIE's keys and their counterparts here:
 
 | MindIE | here | remark |
 | --- | --- | --- |
@@ -48,7 +49,7 @@ _MINDIE_ROWS = (
     ("maxPrefillBatchSize", "`prefill.max_running`", ""),
     ("maxBatchSize", "`decode.max_running`", ""),
     ("cacheBlockSize", "`node.block_size`", "128 there, 16 here; a device may round it up"),
-    ("maxPreemptCount", "`limits.max_preempt`", "per request here"),
+    ("maxPreemptCount", "`limits.max_preemptions`", "per request here"),
     ("npuMemSize", "`node.kv_cache_bytes`", "bytes here, GB there"),
     (
         "npuDeviceIds",
@@ -58,7 +59,7 @@ _MINDIE_ROWS = (
     ("ipAddress, port", "`router.host`, `router.port`", "1025 in both"),
     ("managementPort, metricsPort", "-", "health and metrics are served on `router.port`"),
     ("maxLinkNum", "`limits.queued_requests`, `limits.queued_tokens`", "bounds per prefill node; beyond them 429"),
-    ("kv_trans_timeout", "`timers.piece_idle_s`, `timers.commit_wait_s`", ""),
+    ("kv_trans_timeout", "`timers.piece_idle_timeout_s`, `timers.commit_timeout_s`", ""),
     ("kv_link_timeout", "`timers.link_timeout_s`", ""),
     ("max_retry", "`limits.max_attempts`", "5 in both"),
     ("heartbeat", "`timers.heartbeat_s`", "0.5 s here, 1 s there"),
@@ -93,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _row(key: KeyDoc) -> str:
-    default = "worked out" if key.default is None else f"`{toml_value(key.default)}`"
+    default = "derived" if key.default is None else f"`{toml_value(key.default)}`"
     return f"| `{key.section}.{key.name}` | {key.type} | {default} | {key.text} |"
 
 

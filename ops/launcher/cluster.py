@@ -38,8 +38,8 @@ def restart_limits(config: ClusterConfig) -> RestartLimits:
 def serve_config(
     config: ClusterConfig, run_dir: Path, *, model_path: str, name: str, port: int, host: HostFacts
 ) -> ClusterConfig:
-    """What the children of `kvferry serve` run with: all open choices made, drains within serve.stop_bound_s."""
-    bound = config.serve.stop_bound_s
+    """What the children of `kvferry serve` run with: all open choices made, drains within serve.stop_timeout_s."""
+    bound = config.serve.stop_timeout_s
     timers = msgspec.structs.replace(
         config.timers,
         worker_drain_s=min(config.timers.worker_drain_s, bound),

@@ -37,7 +37,7 @@ class ChildPlan:
 
     name: str
     stage: Stage
-    stop_bound_s: float
+    stop_timeout_s: float
     """How long an orderly stop may take before it is killed."""
 
 
@@ -242,7 +242,7 @@ class LauncherCore:
         self._stage_stopping = first
         stopping = [child for child in living if child.plan.stage is first]
         for child in stopping:
-            child.kill_at = now + child.plan.stop_bound_s
+            child.kill_at = now + child.plan.stop_timeout_s
         return [TerminateChild(child.plan.name) for child in stopping]
 
     def _tick(self, now: float) -> list[Action]:

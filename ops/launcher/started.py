@@ -23,7 +23,7 @@ def started_cluster(*words: str) -> Iterator[tuple[str, str]]:
     """`kvferry serve` with these words; yields url and model name. KvferryError when it does not come up or stop,
     ConfigError when the words are to blame. Whatever else goes wrong meanwhile is told in place of how it ended."""
     # Its nodes are silent when the machine is busy, hardly ever for another reason: a request waits for them.
-    settings = ("--set", "log.level=warning", "--set", "timers.new_wait_s=60")
+    settings = ("--set", "log.level=warning", "--set", "timers.new_request_wait_s=60")
     serve = python_command("kvferry.ops.cli.main", "serve", "--port", "0", *settings)
     # Whatever becomes of this process, the cluster does not stay behind.
     command = with_death_signal(signal.SIGTERM, (*serve, *words))

@@ -187,7 +187,7 @@ class RequestTable:
         if not due:
             return []
         effects: list[Effect] = []
-        budget = RetryBudget.of(self.by_id.values(), self.limits.retry_tokens)
+        budget = RetryBudget.of(self.by_id.values(), self.limits.retry_tokens_per_node)
         blocked: set[str] = set()
         unserved: set[str] = set()
         for request in sorted(due, key=lambda r: r.accepted_at):
@@ -207,8 +207,8 @@ class RequestTable:
         """End new requests for which no nodes came in time. Must run after `_place_due`, which places servable ones."""
         effects: list[Effect] = []
         for request in list(self.new_requests()):
-            if now - request.accepted_at >= self.timers.new_wait_s:
-                late = f"no node accepted the request within {self.timers.new_wait_s:g} s"
+            if now - request.accepted_at >= self.timers.new_request_wait_s:
+                late = f"no node accepted the request within {self.timers.new_request_wait_s:g} s"
                 error = UnavailableError(self.placer.unplaceable_reason(request) or late)
                 effects += self.end(request, "error", error, now, "no node")
         return effects
@@ -217,7 +217,7 @@ class RequestTable:
         """End requests whose model is served, but not by nodes that can continue them, and these did not return."""
         effects: list[Effect] = []
         for request in [self.by_id[request_id] for request_id in self._waiting]:
-            if request.is_new or now - request.waiting_since < self.timers.stranded_wait_s:
+            if request.is_new or now - request.waiting_since < self.timers.migration_wait_s:
                 continue
             reason = self.placer.unplaceable_reason(request)
             if reason is not None and self.placer.not_ready_reason(request.spec.model) is None:

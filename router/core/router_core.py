@@ -91,7 +91,7 @@ class RouterCore:
     def submit(self, asked: GenerateRequest, now: float) -> list[Effect]:
         """Accept a request. Raises UnavailableError or OverloadedError before anything was started.
 
-        If no nodes can serve it now, it waits `new_wait_s` for them and then ends with UnavailableError.
+        If no nodes can serve it now, it waits `new_request_wait_s` for them and then ends with UnavailableError.
         """
         reason = self.not_ready_reason(asked.spec.model)
         if reason is not None and not self._may_wait(asked.spec.model):
@@ -101,7 +101,7 @@ class RouterCore:
 
     def _may_wait(self, model: str) -> bool:
         """Whether to wait for nodes: some served the model before, and this worker is not draining."""
-        return self.timers.new_wait_s > 0 and self.draining_since is None and model in self.models
+        return self.timers.new_request_wait_s > 0 and self.draining_since is None and model in self.models
 
     def _check_queue(self, asked: GenerateRequest) -> None:
         # Requests that wait here count as if they were at the least busy node already.

@@ -19,7 +19,7 @@ async def test_recorded_steps_through_a_cluster(reference: tuple[Path, Any], tmp
         reference[0], device=device, dtype="float32", max_model_len=256, model_name=MODEL, progress=False
     )
     prompts = [random_prompt(seed, 3 + 11 * seed) for seed in range(5)]
-    async with running_cluster(loaded, device, str(tmp_path), ClusterOptions(graph_batches=(1, 4))) as cluster:
+    async with running_cluster(loaded, device, str(tmp_path), ClusterOptions(graph_batch_sizes=(1, 4))) as cluster:
         answers = await asyncio.gather(*(cluster.generate(prompt, max_new_tokens=9) for prompt in prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer == reference_tokens(reference[1], prompt, 9)

@@ -70,7 +70,7 @@ async def test_prefill_dies_while_it_computes(cluster: MakeCluster, reference: R
 async def test_node_comes_back_at_the_same_address(cluster: MakeCluster, reference: Reference) -> None:
     """Its death shows in the connection: the timers need not be fast, and a slow machine makes no 503 of its own."""
     prompt = random_prompt(3, 25)
-    async with cluster(scheme="ipc", timers=replace(PATIENT, new_wait_s=0.4)) as c:
+    async with cluster(scheme="ipc", timers=replace(PATIENT, new_request_wait_s=0.4)) as c:
         await c.generate(prompt, max_new_tokens=4)
         for name in ("decode-0", "prefill-0"):
             old = c.kill(name)
@@ -135,7 +135,7 @@ async def test_full_decode_side_queues_and_nothing_is_lost(
     step."""
     prompts = [random_prompt(seed, 60) for seed in range(20)]
     options = {"num_blocks": 132, "num_host_blocks": num_host_blocks}
-    async with cluster(limits=Limits(max_preempt=50, watermark_blocks_share=0.0), **options) as c:
+    async with cluster(limits=Limits(max_preemptions=50, watermark_blocks_share=0.0), **options) as c:
         node = c.nodes["decode-0"]
         node.pauses.arm("before_step")
         asked = asyncio.gather(*(c.generate(prompt, max_new_tokens=30) for prompt in prompts))

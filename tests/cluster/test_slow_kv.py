@@ -38,7 +38,7 @@ async def test_pieces_that_wait_at_their_sender_are_waited_for_and_go_out_once(
     cluster: MakeCluster, reference: Reference
 ) -> None:
     prompt, limits = random_prompt(9, 40), Limits(piece_target_bytes=2048)
-    async with cluster(timers=replace(PATIENT, piece_idle_s=PIECE_IDLE_S), limits=limits) as c:
+    async with cluster(timers=replace(PATIENT, piece_idle_timeout_s=PIECE_IDLE_S), limits=limits) as c:
         sender = c.nodes["prefill-0"].shell._kv._sender  # type: ignore[attr-defined]
         gate, read, reads = threading.Event(), sender._read, list[tuple[TransferKey, int]]()
 

@@ -40,7 +40,7 @@ def in_use(core: NodeCore) -> tuple[int, int]:
 @pytest.mark.parametrize("scheme", ["inproc", "tcp"])
 async def test_tokens_equal_transformers(cluster: MakeCluster, reference: Reference, scheme: str) -> None:
     prompts = [random_prompt(seed, 5 + 19 * seed) for seed in range(8)]
-    limits = Limits(piece_target_bytes=2048, slots_per_transfer=2)
+    limits = Limits(piece_target_bytes=2048, staging_slots_per_transfer=2)
     async with cluster(scheme=scheme, kv_transports=SHM, limits=limits, decode=2) as c:
         answers = await asyncio.gather(*(c.generate(prompt, max_new_tokens=9) for prompt in prompts))
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -56,7 +56,7 @@ async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
     cluster: MakeCluster, reference: Reference
 ) -> None:
     prompt = random_prompt(3, 40)
-    async with cluster(kv_transports=("zmq",), timers=Timers(new_wait_s=60.0)) as c:
+    async with cluster(kv_transports=("zmq",), timers=Timers(new_request_wait_s=60.0)) as c:
         c.options = replace(c.options, kv_transports=SHM)
         c.kill("prefill-0")
         c.add_node("prefill-1", "prefill", bind=c.dead[0].shell.endpoint)
@@ -68,7 +68,7 @@ async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
 @pytest.mark.asyncio
 async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(2, 60)
-    async with cluster(prefill=2, kv_transports=SHM, timers=Timers(quarantine_s=0.3, new_wait_s=60.0)) as c:
+    async with cluster(prefill=2, kv_transports=SHM, timers=Timers(quarantine_s=0.3, new_request_wait_s=60.0)) as c:
         prefills = [node for node in c.nodes.values() if node.role == "prefill"]
         for node in prefills:
             node.pauses.arm("after_layer")

@@ -15,8 +15,8 @@ from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from tests.cluster.conftest import MakeCluster
 from tests.support.cluster import Cluster
-from tests.support.stranger import NUMBER, Stranger
 from tests.support.tiny_llama import BASE, random_prompt, reference_tokens
+from tests.support.unauthenticated_peer import NUMBER, UnauthenticatedPeer
 
 Reference = tuple[Path, Any]
 VOCAB = int(BASE["vocab_size"])
@@ -37,7 +37,7 @@ async def test_a_job_with_ids_outside_the_vocabulary(
     cluster: MakeCluster, reference: Reference, kinds: dict[str, int], prompt: list[int], output: list[int]
 ) -> None:
     async with cluster(**kinds) as c:
-        peer = Stranger(c.context, "worker")
+        peer = UnauthenticatedPeer(c.context, "worker")
         await peer.meet(next(node for node in c.nodes.values() if node.role != "decode").shell.endpoint)
         job = Job(
             request_id=new_request_id(),
@@ -71,10 +71,13 @@ async def test_a_reservation_or_commit_with_an_id_outside_the_vocabulary(
         await c.generate(PROMPT, max_new_tokens=6)  # all of it is cached at the decode node: no KV needs to come
         node = c.nodes["decode-0"]
         compatibility = await node.ask(lambda core: core.identity.compatibility)
-        worker, prefill = Stranger(c.context, "worker"), Stranger(c.context, "prefill", compatibility)
+        worker, prefill = (
+            UnauthenticatedPeer(c.context, "worker"),
+            UnauthenticatedPeer(c.context, "prefill", compatibility),
+        )
         for peer in (worker, prefill):
             await peer.meet(node.shell.endpoint)
-            peer.beat()
+            peer.send_heartbeat()
 
         def reserve(prompt: list[int]) -> Reserve:
             return Reserve(

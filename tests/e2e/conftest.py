@@ -71,7 +71,7 @@ def serve(reference: Reference) -> Serve:
     """
 
     def start(*, settings: Mapping[str, object] | None = None, **options: Any) -> AbstractContextManager[Served]:
-        settings = {"timers.new_wait_s": PATIENCE_S, **(settings or {})}
+        settings = {"timers.new_request_wait_s": PATIENCE_S, **(settings or {})}
         return serving(ServeOptions(reference.path, settings=settings, **options))
 
     return start

@@ -78,4 +78,4 @@ def test_a_key_that_does_not_fit_stops_the_start(
     assert main(words) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("kvferry serve: error")]
     assert "security.router_key_file" in line
-    assert "is the key of a node; a router's is needed" in line
+    assert "has a node key; expected a router key" in line

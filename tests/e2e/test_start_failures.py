@@ -95,5 +95,6 @@ def test_a_node_that_cannot_announce_itself_says_so(reference: Reference, tmp_pa
     command = (sys.executable, "-m", "kvferry.ops.cli.main", "prefill", "--config", str(file))
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
     assert ended.returncode == 2, ended.stderr
-    line = "kvferry prefill: error: tcp://*:1035 is no address that can be connected to"
+    reason = "it is a wildcard; give the host and the port of the peer"
+    line = f"kvferry prefill: error: cannot connect to tcp://*:1035: {reason}"
     assert ended.stderr.splitlines()[-1] == line

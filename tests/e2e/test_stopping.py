@@ -43,7 +43,7 @@ def test_sigterm_under_load(serve: Serve) -> None:
     The decode node stands until the signal is heard: first events are the prefill node's, and no answer is whole yet.
     """
     with (
-        serve(settings={"router.max_iter_times": LONG, "serve.stop_bound_s": 3}) as served,
+        serve(settings={"router.max_iter_times": LONG, "serve.stop_timeout_s": 3}) as served,
         served.client() as kept_alive,
         contextlib.ExitStack() as standing,
     ):

@@ -49,7 +49,7 @@ CONFIGS = st.builds(
     max_chunk_tokens=st.integers(0, 3),
     max_running=st.integers(1, 4),
     max_steps_in_flight=st.integers(1, 2),
-    max_preempt=st.just(MAX_PREEMPT),
+    max_preemptions=st.just(MAX_PREEMPT),
     watermark_blocks_share=st.sampled_from([0.0, 0.1, 0.3]),
     swap_wait_s=st.sampled_from([0.4, 2.0, 100.0]),
 )
@@ -59,7 +59,7 @@ CROWD_CONFIGS = st.builds(
     max_step_tokens=st.just(12),
     max_running=st.just(4),
     max_steps_in_flight=st.integers(1, 2),
-    max_preempt=st.just(MAX_PREEMPT),
+    max_preemptions=st.just(MAX_PREEMPT),
     watermark_blocks_share=st.just(0.0),
     swap_wait_s=st.sampled_from([0.4, 2.0, 100.0]),
 )

@@ -111,14 +111,14 @@ class StreamJudge:
     def _unavailable(self, now: float) -> None:
         """It was new, waited as long as it may, and even now no nodes can serve it."""
         core, waited_s = self.stream.worker.core, now - self.stream.sent_at
-        if self.stream.token_ids and len(self.weights) > 1 and now - self.last_token_at >= core.timers.stranded_wait_s:
+        if self.stream.token_ids and len(self.weights) > 1 and now - self.last_token_at >= core.timers.migration_wait_s:
             return  # its nodes did not come back, and others cannot go on with it
         if self.stream.token_ids:
             raise Violation(f"{self._who} is refused after {len(self.stream.token_ids)} tokens")
         if core.not_ready_reason(self.stream.request.spec.model) is None:
             raise Violation(f"{self._who} is refused although nodes can serve it")
-        if not -1e-6 < waited_s - core.timers.new_wait_s < self.slack_s:
-            raise Violation(f"{self._who} waited {waited_s:.2f} s for nodes and not {core.timers.new_wait_s:g}")
+        if not -1e-6 < waited_s - core.timers.new_request_wait_s < self.slack_s:
+            raise Violation(f"{self._who} waited {waited_s:.2f} s for nodes and not {core.timers.new_request_wait_s:g}")
 
     def check_time(self, now: float) -> None:
         """It is over by its deadline, and it is not over yet."""

@@ -22,9 +22,16 @@ WARM_UP_S = 0.7
 """Links are up by then if nothing hinders them."""
 NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
 """How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
-TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, pause_release_s=0.2, stranded_wait_s=4.0)
+TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, paused_reservation_s=0.2, migration_wait_s=4.0)
 """Pauses as long as the default's would need more requests than a schedule has."""
-SHORT_WAITS = ("piece_idle_s", "commit_wait_s", "queued_wait_s", "grant_idle_s", "answer_wait_s", "retain_s")
+SHORT_WAITS = (
+    "piece_idle_timeout_s",
+    "commit_timeout_s",
+    "queued_wait_s",
+    "grant_idle_timeout_s",
+    "reserve_timeout_s",
+    "retain_s",
+)
 """What a schedule that is impatient may be impatient about."""
 SHORT_S = (0.3, 0.6, 1.2)
 CONGESTED_BYTES_PER_S = (1e5, 2e5)
@@ -62,7 +69,7 @@ class _Drawer:
         self.one_sided = one_sided.random() < profile.one_sided
         slots = (2,) if profile.few_slots else (2, 3, 6, 12)
         self.staging_slots = one_sided.choice(slots) if self.one_sided else 0
-        self.slots_per_transfer = one_sided.choice((1, 2, 4))
+        self.staging_slots_per_transfer = one_sided.choice((1, 2, 4))
         self.late_share = one_sided.choice((0.8,) if profile.few_slots else (0.0, 0.2, 0.7)) if self.one_sided else 0.0
         self.unconfirmed_share = one_sided.choice((0.0, 0.03, 0.2)) if self.one_sided else 0.0
         self.swap_rng = swap_rng
@@ -95,7 +102,7 @@ class _Drawer:
     def congest(self, rng: random.Random) -> None:
         """Perhaps: pieces wait for one another longer than they are waited for."""
         if rng.random() < self.profile.congested:
-            self.timers = msgspec.structs.replace(self.timers, piece_idle_s=rng.choice(SHORT_S))
+            self.timers = msgspec.structs.replace(self.timers, piece_idle_timeout_s=rng.choice(SHORT_S))
             self.kv_bytes_per_s = rng.choice(CONGESTED_BYTES_PER_S)
 
     def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
@@ -140,12 +147,12 @@ class _Drawer:
         self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # with one slot they go one by one
         limits = Limits(
             transfers_per_peer=rng.choice((1, 4)),
-            retry_tokens=REPLAN_TOKENS,
-            slots_per_transfer=self.slots_per_transfer,
+            retry_tokens_per_node=REPLAN_TOKENS,
+            staging_slots_per_transfer=self.staging_slots_per_transfer,
             max_attempts=self.profile.max_attempts,
         )
         if self.preemption:
-            limits = msgspec.structs.replace(limits, max_preempt=rng.choice((1, 3)))
+            limits = msgspec.structs.replace(limits, max_preemptions=rng.choice((1, 3)))
         if self.overload:
             queued = {"queued_requests": rng.choice((2, 4)), "queued_tokens": rng.choice((60, 200))}
             limits = msgspec.structs.replace(limits, **queued)
@@ -179,7 +186,7 @@ class _Drawer:
                 max_step_tokens=8 if self.profile.slow_engine else rng.choice((8, 16, 48)),
                 max_running=8,
                 max_steps_in_flight=rng.choice((1, 1, 2)),
-                max_preempt=limits.max_preempt,
+                max_preemptions=limits.max_preemptions,
                 swap_wait_s=self.swap_rng.choice((0.2, 2.0)) if swaps else 2.0,
                 reserved_share=1.0 if self.preemption else 0.5,
                 watermark_blocks_share=0.02,

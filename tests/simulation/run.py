@@ -153,7 +153,7 @@ class Run:
         while True:
             self._run_to_calm()
             calm_at, served_at = self.faults.calm_at, loop.now() + RECOVERY_S
-            loop.run_until(served_at - self.plan.workers[0].timers.new_wait_s + PROBE_MARGIN_S)
+            loop.run_until(served_at - self.plan.workers[0].timers.new_request_wait_s + PROBE_MARGIN_S)
             self._probe_all(must_succeed=False)
             loop.run_until(served_at)
             if self.faults.calm_at == calm_at:
@@ -215,7 +215,7 @@ class Run:
     def _run_to_rested(self) -> None:
         """Staging slots of senders that died may rest longer than anything else is held."""
         loop, timers = self.world.loop, self.plan.workers[0].timers
-        until = loop.now() + timers.client_silent_s + timers.quarantine_s + QUIET_S
+        until = loop.now() + timers.client_timeout_s + timers.quarantine_s + QUIET_S
         while judge_rested(self.world) is not None and loop.now() < until:
             loop.run_until(loop.now() + POLL_S)
         complaint = judge_rested(self.world)

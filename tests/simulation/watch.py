@@ -147,12 +147,12 @@ class Watch:
             raise Violation(f"attempt {key.attempt} of {key.request_id[:8]} is committed a second time, elsewhere")
 
     def _given_back(self, node: SimNode, message: Gone) -> None:
-        """No request is given back more often than max_preempt times, but by nodes that drain."""
+        """No request is given back more often than max_preemptions times, but by nodes that drain."""
         if node.core.draining_since is not None:
             return
         attempts = self._preempted.setdefault(message.request_id, set())
         attempts.add(message.attempt)
-        if len(attempts) > node.spec.limits.max_preempt:
+        if len(attempts) > node.spec.limits.max_preemptions:
             raise Violation(f"{message.request_id[:8]} is given back {len(attempts)} times")
 
     def _sent(self, process: Process, message: Message) -> None:

@@ -72,7 +72,7 @@ class ClusterOptions:
     max_step_tokens: int = 32
     max_running: int = 32
     steps_in_flight: int = 2
-    graph_batches: tuple[int, ...] = ()
+    graph_batch_sizes: tuple[int, ...] = ()
     """Without effect where the device has no graphs."""
     prefix_cache: bool = True
     checksum: bool = True
@@ -258,12 +258,12 @@ class Cluster:
             tensor_parallel=1,
             device_reserve_share=0.1,
             swap_bytes=per_token * options.block_size * (options.num_host_blocks if role == "decode" else 0),
-            swap_bytes_most=0,
+            max_swap_bytes=0,
             threads=1,
             max_step_tokens=options.max_step_tokens,
             max_running=options.max_running,
             steps_in_flight=options.steps_in_flight,
-            graph_batches=() if role == "prefill" else options.graph_batches,
+            graph_batch_sizes=() if role == "prefill" else options.graph_batch_sizes,
             prefix_cache=options.prefix_cache,
             checksum=options.checksum,
             kv_transports=options.kv_transports,

@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline, in place of sleeps of a guessed length."""
+"""Waits for a condition with a deadline, instead of sleeping for a guessed time."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 POLL_S = 0.005
 PATIENCE_S = 60.0
-"""For what must happen: far longer than it takes, since a busy machine is no fault. A wait ends when it happens."""
+"""Deadline for what must happen, far longer than it takes: a busy machine must not fail a test."""
 
 
 async def eventually(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:

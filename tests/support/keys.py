@@ -1,4 +1,4 @@
-"""Keys for tests: a directory of real key files, as `kvferry keys new` lays it out, and what can be made of them."""
+"""Keys for tests: a directory of real key files in the layout of `kvferry keys new`, and settings that use them."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from kvferry.common.transport.security import Security, load_security, new_pair
 
 
 class KeyRing:
-    """Key files in a directory; both roles' are made and allowed at once."""
+    """Key files in a directory. Creates and allows a key of each role."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -18,7 +18,7 @@ class KeyRing:
         self.public = {role: self.add(role, role) for role in ("node", "router")}
 
     def add(self, name: str, role: KeyRole, *, allowed: bool = True) -> Key:
-        """Another pair of this role; its public half."""
+        """Create a pair of this role; returns its public key."""
         public, secret = new_pair(role)
         with os.fdopen(os.open(self.secret_file(name), os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(key_line("secret", secret) + "\n")
@@ -27,19 +27,19 @@ class KeyRing:
         return public
 
     def allow(self, name: str, public: Key) -> None:
-        """Put a key into the list."""
+        """Add a key to the list."""
         (self.allowed / f"{name}.pub").write_text(key_line("public", public) + "\n")
 
     def forbid(self, name: str) -> None:
-        """Take it out again."""
+        """Remove a key from the list."""
         (self.allowed / f"{name}.pub").unlink()
 
     def secret_file(self, name: str) -> Path:
-        """Where a pair's secret half is."""
+        """The file of a secret key."""
         return self.folder / f"{name}.secret"
 
     def config(self, role: KeyRole, name: str = "", *, kv: bool = True) -> SecurityConfig:
-        """What a process with this key is configured with."""
+        """The [security] section of a process with this key."""
         path = str(self.secret_file(name or role))
         return SecurityConfig(
             allowed_keys=str(self.allowed),
@@ -49,7 +49,7 @@ class KeyRing:
         )
 
     def settings(self) -> dict[str, object]:
-        """`--set` keys and values of a whole cluster."""
+        """`--set` keys and values for a whole cluster."""
         return {
             "security.allowed_keys": self.allowed,
             "security.node_key_file": self.secret_file("node"),
@@ -57,7 +57,6 @@ class KeyRing:
         }
 
     def security(self, role: KeyRole, name: str = "", *, kv: bool = True) -> Security:
-        """A process' keys."""
         security = load_security(self.config(role, name, kv=kv), role)
         assert security is not None
         return security

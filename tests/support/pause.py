@@ -1,4 +1,4 @@
-"""Named points at which a node's engine can be stopped and let go, so that a test needs no guessed waits."""
+"""Named points at which a test can pause a node's engine and resume it, instead of sleeping."""
 
 import threading
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from kvferry.common.engine.engine_thread import StepRunner
 from kvferry.common.scheduling.step import StepBatch, StepResult
 from tests.support.eventually import PATIENCE_S
 
-HELD_TOO_LONG_S = 4 * PATIENCE_S
-"""A test may wait for several things meanwhile."""
+PAUSE_TIMEOUT_S = 4 * PATIENCE_S
+"""Several times a test's patience: it may wait for several conditions while the engine is paused."""
 
 
 class PausePoints:
-    """Wraps a step runner. Points: `before_step`, `after_layer` (the first one of what is ferried), `after_step`."""
+    """Wraps a step runner. Points: `before_step`, `after_layer` (first layer of transferred KV), `after_step`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,24 +22,24 @@ class PausePoints:
         """Raised by the next step."""
 
     def arm(self, point: str) -> None:
-        """Stop the engine when it comes to the point next."""
+        """Pause the engine when it next reaches the point."""
         with self._lock:
             self._armed[point] = threading.Event()
             self._reached[point] = threading.Event()
 
     def is_reached(self, point: str) -> bool:
-        """Whether the engine stands at an armed point."""
+        """Whether the engine is paused at an armed point."""
         return self._reached[point].is_set()
 
     def release(self, point: str) -> None:
-        """Let it go on; the point is not armed any more."""
+        """Resume the engine and disarm the point."""
         with self._lock:
             armed = self._armed.pop(point, None)
         if armed is not None:
             armed.set()
 
     def release_all(self) -> None:
-        """Let go of everything."""
+        """Resume the engine and disarm all points."""
         for point in list(self._armed):
             self.release(point)
 
@@ -49,10 +49,10 @@ class PausePoints:
             armed = self._armed.get(point)
         if armed is not None:
             self._reached[point].set()
-            assert armed.wait(HELD_TOO_LONG_S), f"nobody let the engine go on from {point}"
+            assert armed.wait(PAUSE_TIMEOUT_S), f"the test did not resume the engine at {point}"
 
     def wrap(self, runner: StepRunner) -> StepRunner:
-        """The runner with the points in it."""
+        """A runner that pauses at the points."""
         return _PausableRunner(runner, self)
 
 

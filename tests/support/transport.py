@@ -1,4 +1,4 @@
-"""For tests with real sockets: waiting by condition with a deadline, contexts and descriptors that must not leak."""
+"""Helpers for tests with real sockets: waiting for a condition, contexts and descriptors that must not leak."""
 
 import os
 import select
@@ -28,7 +28,7 @@ def wait_until(
     """Run `step` (default: wait 2 ms) until the condition holds; AssertionError at the deadline."""
     give_up_at = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < give_up_at, "the condition did not come to hold in time"
+        assert time.monotonic() < give_up_at, f"the condition did not hold within {deadline_s} s"
         if step is not None:
             step()
         select.select([], [], [], 0.002)
@@ -48,7 +48,7 @@ def take_one(receive: Callable[[], Iterator[T]], *, step: Callable[[], object] |
 
 
 def bind_again(node: NodeSocket, endpoint: str) -> None:
-    """Bind where another socket was just closed: ZeroMQ lets go of the address a moment later."""
+    """Bind where another socket was just closed: ZeroMQ releases the address a moment later."""
 
     def bound() -> bool:
         try:
@@ -66,7 +66,7 @@ def num_fds() -> int:
 
 
 def _open_files() -> dict[str, str]:
-    """Number of each descriptor -> what it is, where the system says so. The one that looks is among them."""
+    """Descriptor number -> its target, where the system shows it. Includes the descriptor used for listing."""
     folder = Path("/proc/self/fd") if sys.platform == "linux" else Path("/dev/fd")
     found = {}
     for entry in folder.iterdir():
@@ -78,7 +78,7 @@ def _open_files() -> dict[str, str]:
 
 @cache
 def large_frame_sent() -> None:
-    """As by the first KV mover of a process: pyzmq's thread for it stays, and is no leak of what comes after."""
+    """Create pyzmq's thread for large frames, as a process' first KV mover does: it stays, and is not a leak."""
     context = TransportContext()
     context.prepare_zero_copy()
     context.close()
@@ -86,7 +86,7 @@ def large_frame_sent() -> None:
 
 @contextmanager
 def nothing_left(*, threads: bool = False) -> Iterator[None]:
-    """No descriptor is left behind, nor a thread if that is asked for. Fewer than before is right too."""
+    """Fails if descriptors or, with `threads`, threads remain at the end. Fewer than before are accepted."""
     large_frame_sent()
     before, count = _open_files(), threading.active_count()
     yield
@@ -100,7 +100,7 @@ def nothing_left(*, threads: bool = False) -> Iterator[None]:
 
 @contextmanager
 def transport_context(security: Security | None = None) -> Iterator[TransportContext]:
-    """A context that must have no open socket at the end, nor leave a descriptor behind."""
+    """A context. Fails if it has open sockets at the end, or leaks descriptors."""
     with nothing_left():
         context = TransportContext(security)
         yield context
@@ -111,13 +111,13 @@ def transport_context(security: Security | None = None) -> Iterator[TransportCon
 
 @contextmanager
 def closing() -> Iterator[ExitStack]:
-    """For several contexts that talk to one another: at the end all are closed, and no descriptor or thread stays."""
+    """A stack for several connected contexts. Fails if descriptors or threads remain when it has closed them."""
     with nothing_left(threads=True), ExitStack() as stack:
         yield stack
 
 
 def opened(stack: ExitStack, security: Security | None = None) -> TransportContext:
-    """A context that is closed with the stack, after all that was pushed on it since."""
+    """A context that the stack closes after everything pushed later."""
     context = TransportContext(security)
     stack.callback(context.close)
     return context

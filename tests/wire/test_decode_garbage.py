@@ -27,7 +27,7 @@ from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.wire import decode, encode
 from tests.wire.samples import SAMPLES, envelope
 
-LIMITS = Limits(header_max_bytes=4096, job_ids_max_bytes=1024, piece_max_bytes=512)
+LIMITS = Limits(header_max_bytes=4096, job_token_ids_max_bytes=1024, piece_max_bytes=512)
 VALID = [[bytes(frame) for frame in encode(envelope(message), LIMITS)] for message in SAMPLES]
 TYPES = st.sampled_from(sorted(MESSAGE_TYPES))
 JSON = st.recursive(
@@ -133,7 +133,7 @@ def test_sizes_are_limited_both_ways(kind: type[Message]):
     frames = frames_of(kind)
     message = next(message for message in SAMPLES if type(message) is kind)
     size = sum(map(len, frames[2:]))
-    bound = "piece_max_bytes" if kind is Piece else "job_ids_max_bytes"
+    bound = "piece_max_bytes" if kind is Piece else "job_token_ids_max_bytes"
     right = Limits(header_max_bytes=len(frames[1]), **{bound: size})
     assert decode(frames, right) == envelope(message)
     assert encode(envelope(message), right) == frames

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.errors import KvferryError
+from kvferry.common.base.user_cache import cache_dir
 
 _SOURCES = Path(__file__).parent / "src"
 # No -ffast-math: the compiler must not reorder sums, since a row's result must not depend on its neighbours.

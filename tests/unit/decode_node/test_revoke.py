@@ -13,7 +13,7 @@ from tests.unit.router.core.test_router import Bench as RouterBench
 from tests.unit.router.core.test_router_losses import failed
 from tests.unit.router.core.test_router_losses import request as request_at
 
-IDLE_S = Timers().grant_idle_s
+IDLE_S = Timers().grant_idle_timeout_s
 
 
 def revoked(actions) -> list[tuple[RequestId, str]]:

@@ -129,7 +129,7 @@ class StagedBench(Bench):
     def __init__(self) -> None:
         super().__init__()
         context = role_context(
-            self.role.context.scheduler, self.clients, limits=Limits(slots_per_transfer=4), num_staging_slots=8
+            self.role.context.scheduler, self.clients, limits=Limits(staging_slots_per_transfer=4), num_staging_slots=8
         )
         self.role = DecodeRole(context)
 

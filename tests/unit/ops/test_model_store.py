@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.cache import cache_dir
 from kvferry.common.base.errors import (
     ConfigError,
     KvferryError,
 )
+from kvferry.common.base.user_cache import cache_dir
 from kvferry.ops import model_store
 from kvferry.ops.model_choice import served_name, with_model
 from tests.unit.common.config.test_checks import load_set

@@ -58,7 +58,7 @@ def test_after_a_second_pause_room_is_asked_for_with_the_last_chunk_alone(bench)
     """Each time that room is asked for again all its KV goes again."""
     job = next(job for job in bench.role.jobs if job.message.request_id == request(WORSE))
     assert job.sender is not None
-    pauses = ReservationPauses(bench.scheduler, pause_release_s=0.0)
+    pauses = ReservationPauses(bench.scheduler, paused_reservation_s=0.0)
     for pause in (1, 2):
         job.paused_since = pause
         assert said(pauses.tick(job, pause + 0.5), Abort)

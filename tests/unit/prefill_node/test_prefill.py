@@ -140,7 +140,7 @@ def test_what_the_drain_does_not_finish_is_preempted(bench):
 
 def test_computed_prompts_without_a_grant_are_bounded():
     """Rule 18: a full decode side backs up into the queue."""
-    bench = PrefillBench(Limits(ungranted_share=0.125))
+    bench = PrefillBench(Limits(unreserved_prompt_share=0.125))
     bench.link_up()
     reserves = [reserve for number in (1, 2, 3) for reserve in said(bench.job(number), Reserve)]
     assert [reserve.key.request_id for reserve in reserves] == [request(1), request(2)]
@@ -149,7 +149,7 @@ def test_computed_prompts_without_a_grant_are_bounded():
 
 
 def test_one_job_may_always_run_and_one_token_needs_no_grant():
-    bench = PrefillBench(Limits(ungranted_share=0.01))
+    bench = PrefillBench(Limits(unreserved_prompt_share=0.01))
     bench.link_up()
     assert said(bench.job(1), Reserve)
     assert said(bench.job(2, max_new_tokens=1), Reserve) == []
@@ -265,7 +265,7 @@ def test_retained_kv_is_released_in_time_and_the_entry_stays(bench):
 
 def test_held_kv_is_bounded_by_a_share_of_the_pool():
     """Rule 22."""
-    bench = PrefillBench(Limits(retained_share=0.0625, ungranted_share=1.0))
+    bench = PrefillBench(Limits(retained_share=0.0625, unreserved_prompt_share=1.0))
     bench.link_up()
     failures = [said(bench.job(number, candidates=0), HandoverFailed)[0] for number in (1, 2)]
     assert [failure.retained for failure in failures] == [True, False]
@@ -423,9 +423,9 @@ def test_source_blocks_stay_while_their_pieces_wait_in_the_transport(bench):
 def test_source_blocks_are_not_kept_for_ever_when_no_answer_comes(bench):
     owned_elsewhere(bench)
     bench.sent(0.5)
-    bench.tick(0.4 + 2 * bench.timers.piece_idle_s)
+    bench.tick(0.4 + 2 * bench.timers.piece_idle_timeout_s)
     assert bench.pool.num_held > 0
-    bench.tick(0.6 + 2 * bench.timers.piece_idle_s)
+    bench.tick(0.6 + 2 * bench.timers.piece_idle_timeout_s)
     assert bench.pool.num_held == 0
 
 

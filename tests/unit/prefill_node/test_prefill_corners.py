@@ -96,7 +96,7 @@ def exits(actions):
 
 def test_the_better_class_and_then_the_older_request_starts_first():
     """Rule 17: class and age both come with the Job, so a retry keeps its place."""
-    bench = PrefillBench(Limits(ungranted_share=1.0), max_running=1, steps_in_flight=1)
+    bench = PrefillBench(Limits(unreserved_prompt_share=1.0), max_running=1, steps_in_flight=1)
     bench.link_up()
     bench.job(1)
     bench.job(2, priority=3)

@@ -1,4 +1,4 @@
-"""What log lines look like, and what does not get into them."""
+"""The format of log lines, and what they must not contain."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from kvferry.common.config.schema import LogConfig
 
 @pytest.fixture
 def root_logging():
-    """The logging module as it was, afterwards."""
+    """Restores the logging module afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     for handler in handlers:
@@ -33,7 +33,7 @@ def root_logging():
 
 
 class Written:
-    """What came to a descriptor."""
+    """Reads back what was written to a descriptor."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,7 +45,7 @@ class Written:
 
 @pytest.fixture
 def start(root_logging, tmp_path):
-    """Sets logging up; what it wrote since then."""
+    """Configures logging and returns a reader of its output."""
     all_written: list[Written] = []
 
     def setup(config: LogConfig, process: str = "prefill-0") -> Written:
@@ -59,7 +59,7 @@ def start(root_logging, tmp_path):
         os.close(written.fd)
 
 
-def test_a_line_for_people(start):
+def test_the_human_readable_format(start):
     stream = start(LogConfig())
     log = request_logger(logging.getLogger("kvferry.common.node"), "0123456789abcdef0123456789abcdef")
     log.info("queued %d tokens", 5, extra={"waited_ms": 7})
@@ -70,14 +70,14 @@ def test_a_line_for_people(start):
     )
 
 
-def test_what_others_sent_makes_no_line_of_its_own(start):
+def test_control_characters_are_escaped(start):
     stream = start(LogConfig())
     logging.getLogger("a").info("peer %s", "x\ny\x1b[2J\x00", extra={"client_id": "a\rb"})
     (line,) = stream.getvalue().splitlines()
     assert line.endswith(r"peer x\x0ay\x1b[2J\x00 client_id=a\x0db")
 
 
-def test_a_line_for_machines(start):
+def test_the_json_format(start):
     stream = start(LogConfig(format="json"))
     log = request_logger(logging.getLogger("a"), "ab" * 16)
     log.warning("two\nlines", extra={"nodes": ("p", "d")})
@@ -95,7 +95,7 @@ def test_a_line_for_machines(start):
 
 
 @pytest.mark.parametrize("form", ["human", "json"])
-def test_a_traceback_goes_along(start, form):
+def test_a_traceback_is_included(start, form):
     stream = start(LogConfig(format=form))
     try:
         raise ValueError("why")
@@ -108,7 +108,7 @@ def test_a_traceback_goes_along(start, form):
         assert "ValueError: why" in json.loads(text)["exception"]
 
 
-def test_the_level_holds(start):
+def test_records_below_the_level_are_dropped(start):
     stream = start(LogConfig(level="warning"))
     logging.getLogger("a").info("not this")
     logging.getLogger("a").error("this")
@@ -125,28 +125,28 @@ def test_the_access_log_can_be_off(start):
     assert "GET /" in stream.getvalue()
 
 
-def test_an_access_line_says_nothing_twice(start):
+def test_an_access_line_repeats_no_field(start):
     stream = start(LogConfig())
     extra = {"method": "GET", "path": "/a", "status": 200, "client_id": "", "ms": 1.5}
     logging.getLogger(ACCESS_LOGGER).info("GET /a 200", extra=extra)
     assert stream.getvalue().endswith("kvferry.access: GET /a 200 ms=1.5\n")
 
 
-def test_probes_are_told_at_debug_only(start):
-    for config, told in ((LogConfig(), False), (LogConfig(level="debug"), True), (LogConfig(), False)):
+def test_probes_are_logged_at_debug_level_only(start):
+    for config, logged in ((LogConfig(), False), (LogConfig(level="debug"), True), (LogConfig(), False)):
         stream = start(config)
         logging.getLogger(ACCESS_LOGGER).info("GET /v2/health/ready 200", extra={"path": "/v2/health/ready"})
-        assert bool(stream.getvalue()) is told
+        assert bool(stream.getvalue()) is logged
 
 
-def test_set_up_twice_writes_once(start):
+def test_setup_twice_writes_each_line_once(start):
     start(LogConfig())
     stream = start(LogConfig())
     logging.getLogger("a").info("once")
     assert stream.getvalue().count("once") == 1
 
 
-def test_chatty_libraries_are_kept_quiet(start):
+def test_http_libraries_are_silenced_at_info(start):
     stream = start(LogConfig(level="info"))
     logging.getLogger("httpx").info("HTTP Request")
     assert stream.getvalue() == ""
@@ -154,7 +154,7 @@ def test_chatty_libraries_are_kept_quiet(start):
 
 @pytest.mark.usefixtures("root_logging")
 @pytest.mark.parametrize("form", ["human", "json"])
-def test_lines_that_nobody_reads_are_dropped_and_counted(form):
+def test_lines_that_are_not_read_are_dropped_and_counted(form):
     read_fd, write_fd = os.pipe()
     with open(read_fd, "rb", buffering=0) as reader, open(write_fd, "wb", buffering=0) as writer:
         setup_logging(LogConfig(format=form), "prefill-0", writer.fileno())
@@ -167,7 +167,7 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(form):
         assert kept < 3000
         log.info("the next")
         note, line = reader.read(1 << 20).decode().strip().splitlines()
-    assert f"dropped since nobody read them: {3000 - kept}" in note
+    assert f"log lines dropped because the reader of this stream fell behind: {3000 - kept}" in note
     assert "the next" in line
     if form == "json":
         assert json.loads(note)["level"] == "warning"

@@ -1,4 +1,4 @@
-"""Lines are written as far as somebody reads; the writer never waits."""
+"""Lines are written as long as the reader keeps up; the writer never blocks."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ def test_a_line_is_written_whole(pipe):
     assert read_all(read_fd) == b"a\n" + b"y" * 10_000 + b"\n"
 
 
-def test_a_full_pipe_takes_nothing_and_nobody_waits(pipe):
+def test_a_full_pipe_takes_nothing_and_does_not_block(pipe):
     read_fd, write_fd = pipe
     lines = LogWriter(write_fd)
     assert not lines.write(MUCH)
@@ -46,7 +46,7 @@ def test_a_full_pipe_takes_nothing_and_nobody_waits(pipe):
     assert len(read_all(read_fd)) < len(MUCH)
 
 
-def test_after_a_torn_line_the_next_begins_on_a_line_of_its_own(pipe):
+def test_after_a_torn_line_the_next_starts_on_a_new_line(pipe):
     read_fd, write_fd = pipe
     lines = LogWriter(write_fd)
     lines.write(MUCH)
@@ -56,7 +56,7 @@ def test_after_a_torn_line_the_next_begins_on_a_line_of_its_own(pipe):
     assert read_all(read_fd) == b"\nafter\nmore\n"
 
 
-def test_a_reader_that_has_gone_is_no_error():
+def test_a_closed_reader_is_not_an_error():
     read_fd, write_fd = os.pipe()
     os.close(read_fd)
     assert not LogWriter(write_fd).write("a")
@@ -67,7 +67,7 @@ def test_a_reader_that_has_gone_is_no_error():
         assert not LogWriter(ours.fileno()).write("a")
 
 
-def test_what_is_no_text_is_written_all_the_same(pipe):
+def test_unencodable_text_is_escaped(pipe):
     read_fd, write_fd = pipe
     assert LogWriter(write_fd).write("\udc80")
     assert read_all(read_fd) == b"\\udc80\n"

@@ -1,4 +1,4 @@
-"""A bound on time under which no cancellation and no result is lost, however the three ends meet."""
+"""No result and no cancellation is lost, however result, timeout and cancellation coincide."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -33,7 +33,7 @@ def test_a_result_and_an_exception_come_through():
     asyncio.run(main())
 
 
-def test_what_takes_too_long_has_ended_when_that_is_told():
+def test_work_that_times_out_has_ended_when_timeout_is_raised():
     ended = []
 
     async def slow() -> None:
@@ -50,8 +50,8 @@ def test_what_takes_too_long_has_ended_when_that_is_told():
     assert ended == [True]
 
 
-def test_a_result_at_the_end_of_the_time_is_not_thrown_away():
-    """It may be a connection that somebody has to close."""
+def test_a_result_at_the_timeout_is_returned():
+    """It may be a connection that the caller must close."""
 
     async def just_in_time() -> str:
         try:
@@ -67,24 +67,24 @@ def test_a_result_at_the_end_of_the_time_is_not_thrown_away():
 
 
 async def cancelled_with_the_result(bound: Callable[[float, Awaitable[str]], Awaitable[str]]) -> str:
-    """The work is done and its caller cancelled in one turn of the loop, in this order."""
+    """The work finishes and then its caller is cancelled, in one iteration of the loop."""
     future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     caller = asyncio.ensure_future(bound(LONG_S, result_of(future)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     future.set_result("there")
-    await asyncio.sleep(0)  # the work's task ends here, its caller does not know yet
+    await asyncio.sleep(0)  # the work's task ends here, before its caller runs
     caller.cancel()
     done, _ = await asyncio.wait((caller,))
     return "cancelled" if done.pop().cancelled() else "swallowed"
 
 
-def test_a_cancellation_that_meets_the_result_is_not_swallowed():
+def test_a_cancellation_that_coincides_with_the_result_is_not_swallowed():
     assert asyncio.run(cancelled_with_the_result(run_with_timeout)) == "cancelled"  # type: ignore[arg-type]
 
 
-def test_a_cancellation_that_meets_the_end_of_the_time_is_not_taken_for_it():
-    """The caller is cancelled in the turn in which the time is over, before or after it."""
+def test_a_cancellation_that_coincides_with_the_timeout_stays_a_cancellation():
+    """The caller is cancelled in the loop iteration in which the time expires, before or after that."""
 
     async def main(cancel_first: bool) -> bool:
         loop = asyncio.get_running_loop()
@@ -101,7 +101,7 @@ def test_a_cancellation_that_meets_the_end_of_the_time_is_not_taken_for_it():
     assert asyncio.run(main(cancel_first=False))
 
 
-def test_a_cancelled_caller_leaves_no_work_behind():
+def test_cancelling_the_caller_ends_the_work():
     ended = []
 
     async def slow() -> None:

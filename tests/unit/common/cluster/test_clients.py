@@ -79,7 +79,7 @@ def test_who_slept_blames_no_client(table, client):
     quiet = table.hello(PREFILL, "prefill", "p", 0.0)
     table.forgive(49.5, 50.0)
     assert table.take_silent(52.4) == []
-    assert 50.0 - client.last_heartbeat < Timers().worker_link_s
+    assert 50.0 - client.last_heartbeat < Timers().worker_timeout_s
     assert quiet.last_heartbeat < 0  # one that never sent a list still has not
 
 

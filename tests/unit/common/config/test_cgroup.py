@@ -1,4 +1,4 @@
-"""What control groups leave to a process, from files as the kernel shows them."""
+"""The memory that control groups leave to a process, read from files in the kernel's format."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def write(root: Path, group: str, **files: str) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """/proc/self/cgroup, of version 2 and in no group."""
+    """/proc/self/cgroup for version 2, in the root group."""
     path = tmp_path / "own"
     path.write_text("0::/\n")
     return path
@@ -29,12 +29,12 @@ def test_no_limit_anywhere(tmp_path: Path, own: Path) -> None:
     assert cgroup_free_bytes(tmp_path, tmp_path / "absent") is None
 
 
-def test_files_that_nobody_uses_count_as_free(tmp_path: Path, own: Path) -> None:
+def test_inactive_file_pages_count_as_free(tmp_path: Path, own: Path) -> None:
     write(tmp_path, ".", memory__max="1000", memory__current="900", memory__stat="anon 500\ninactive_file 300")
     assert cgroup_free_bytes(tmp_path, own) == 400
 
 
-def test_the_tightest_of_the_groups_above_counts(tmp_path: Path, own: Path) -> None:
+def test_the_tightest_limit_of_all_parent_groups_applies(tmp_path: Path, own: Path) -> None:
     own.write_text("0::/a/b\n")
     write(tmp_path, ".", memory__max="5000", memory__current="0")
     write(tmp_path, "a", memory__max="1000", memory__current="1200")

@@ -1,4 +1,4 @@
-"""Checks over several keys, endpoints, and what is worked out for a node."""
+"""Checks over several keys, endpoints, and the values derived for a node."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def load_set(*texts: str) -> ClusterConfig:
         (["model.name=' a'"], "model.name"),
         (["timers.heartbeat_s=1.5"], "timers.heartbeat_s"),
         (["timers.suspect_s=2.5"], "timers.suspect_s"),
-        (["timers.client_silent_s=0.5"], "timers.heartbeat_s"),
+        (["timers.client_timeout_s=0.5"], "timers.heartbeat_s"),
         (["timers.engine_stall_s=30"], "timers.engine_stall_s"),
         (["timers.backoff_min_s=3"], "timers.backoff_min_s"),
         (["timers.retain_s=-1"], "timers.retain_s"),
@@ -63,25 +63,25 @@ def load_set(*texts: str) -> ClusterConfig:
         ([*KEYS, "discovery.proxy_workers=tcp://10.0.0.1:5"], "discovery.proxy_workers"),
     ],
 )
-def test_what_cannot_work_is_refused_by_key(settings: list[str], key: str):
+def test_an_invalid_configuration_is_refused_and_the_key_named(settings: list[str], key: str):
     with pytest.raises(ConfigError) as caught:
         load_set(*settings)
     assert str(caught.value).startswith(key + ":")
 
 
-def test_zero_is_fine_where_it_means_none():
+def test_zero_is_accepted_where_it_means_none():
     assert load_set("timers.retry_jitter_s=0").timers.retry_jitter_s == 0
-    assert load_set("limits.ungranted_share=0").limits.ungranted_share == 0
+    assert load_set("limits.unreserved_prompt_share=0").limits.unreserved_prompt_share == 0
 
 
-def test_a_remote_bind_is_taken_when_told_so():
+def test_allow_remote_permits_a_remote_bind():
     config = load_set(
         "node.allow_remote=true", "prefill.bind=tcp://10.0.0.1:*", "decode.bind=tcp://*:7", "decode.advertise=tcp://a:*"
     )
     assert config.prefill.bind == "tcp://10.0.0.1:*"
 
 
-def test_with_keys_a_remote_bind_needs_no_leave():
+def test_keys_permit_a_remote_bind():
     config = load_set(*KEYS, "prefill.bind=tcp://10.0.0.1:*", "decode.kv_bind=tcp://10.0.0.1:*")
     assert config.decode.kv_bind == "tcp://10.0.0.1:*"
     config = load_set(*KEYS, "discovery.proxy_nodes=tcp://10.0.0.1:1035")
@@ -91,7 +91,9 @@ def test_with_keys_a_remote_bind_needs_no_leave():
     assert "security.kv = off" in note
 
 
-def test_key_files_are_named_from_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_relative_key_files_are_relative_to_the_file_or_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = tmp_path / "hosts" / "cluster.toml"
     file.parent.mkdir()
     file.write_text('[security]\nallowed_keys = "allowed"\nnode_key_file = "/k/node.secret"\n')
@@ -106,10 +108,10 @@ def test_no_proxy_needs_no_proxy_endpoints():
     assert load_set("discovery.proxy_nodes=''", "discovery.announce_to=[]").discovery.proxy_nodes == ""
 
 
-def test_notes_tell_of_surprises():
+def test_config_notes():
     assert config_notes(load_config()) == ()
     (note,) = config_notes(load_set("node.max_model_len=2048"))
-    assert "prompts end at 2047 tokens" in note
+    assert "prompts are limited to 2047 tokens" in note
     (note,) = config_notes(load_set("discovery.announce_to=[]"))
     assert "no router will find a node" in note
 
@@ -124,25 +126,25 @@ def test_notes_tell_of_surprises():
         (["model.path=/m/a.gguf", "model.name=b"], "b"),
     ],
 )
-def test_the_model_is_named_after_its_path(settings: list[str], name: str):
+def test_the_model_name_defaults_to_its_path(settings: list[str], name: str):
     assert model_name(load_set(*settings)) == name
 
 
 @pytest.mark.parametrize(
-    ("settings", "cores", "said"),
+    ("settings", "cores", "expected"),
     [
         ((), 2, ""),
-        ((), 1, "2 nodes with 2 threads in all share 1 core:"),
-        (("serve.prefill=100",), 2, "101 nodes with 101 threads in all share 2 cores:"),
+        ((), 1, "2 nodes with 2 threads in total share 1 core:"),
+        (("serve.prefill=100",), 2, "101 nodes with 101 threads in total share 2 cores:"),
         (("serve.colocated=1",), 1, ""),
         (("node.threads=4",), 8, ""),
-        (("node.threads=5",), 8, "2 nodes with 10 threads in all share 8 cores:"),
-        (("node.tensor_parallel=2",), 2, "2 nodes with 4 threads in all share 2 cores:"),
+        (("node.threads=5",), 8, "2 nodes with 10 threads in total share 8 cores:"),
+        (("node.tensor_parallel=2",), 2, "2 nodes with 4 threads in total share 2 cores:"),
     ],
 )
-def test_more_threads_than_cores_are_told(settings: tuple[str, ...], cores: int, said: str):
+def test_more_threads_than_cores_are_noted(settings: tuple[str, ...], cores: int, expected: str):
     notes = host_notes(load_set(*settings), HostFacts(cores=cores, free_memory_bytes=40 << 30))
-    assert [said in note for note in notes] == [True] * bool(said)
+    assert [expected in note for note in notes] == [True] * bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_more_threads_than_cores_are_told(settings: tuple[str, ...], cores: int,
         ("inproc://a", ("inproc", "a", None)),
     ],
 )
-def test_endpoints_are_taken_apart(text: str, parts: tuple[str, str, int | None]):
+def test_endpoints_are_parsed(text: str, parts: tuple[str, str, int | None]):
     assert tuple(parse_endpoint(text)) == (*parts, "")
     assert tuple(parse_endpoint(f"{text}?key={KEY}")) == (*parts, KEY)
 
@@ -176,7 +178,7 @@ def test_endpoints_are_taken_apart(text: str, parts: tuple[str, str, int | None]
         "a:1",
     ],
 )
-def test_what_is_no_endpoint_is_refused(text: str):
+def test_an_invalid_endpoint_is_refused(text: str):
     with pytest.raises(ConfigError, match="not an endpoint"):
         parse_endpoint(text)
 
@@ -196,12 +198,12 @@ def test_what_is_no_endpoint_is_refused(text: str):
         ("inproc://a", True, False),
     ],
 )
-def test_who_may_reach_a_bind(text: str, local: bool, wildcard: bool):
+def test_local_and_wildcard_endpoints(text: str, local: bool, wildcard: bool):
     endpoint = parse_endpoint(text)
     assert (endpoint.is_local, endpoint.is_wildcard) == (local, wildcard)
 
 
-def test_threads_and_kv_are_shared_by_the_nodes_of_a_host():
+def test_the_nodes_of_a_host_share_its_threads_and_memory():
     settings = resolve_node(load_set("serve.prefill=2", "serve.decode=2"), "prefill", HOST)
     assert settings.threads == 2
     assert settings.kv_cache_bytes is None
@@ -211,11 +213,11 @@ def test_threads_and_kv_are_shared_by_the_nodes_of_a_host():
     assert resolve_node(load_set("serve.prefill=1", "serve.colocated=3"), "colocated", HOST).threads == 2
     alone = resolve_node(load_set("node.nodes_on_host=1"), "decode", HOST)
     assert alone.threads == 8
-    crowded = resolve_node(load_set("node.nodes_on_host=99"), "decode", HOST)
-    assert crowded.threads == 1
+    oversubscribed = resolve_node(load_set("node.nodes_on_host=99"), "decode", HOST)
+    assert oversubscribed.threads == 1
 
 
-def test_a_role_has_its_own_values_before_those_of_all_nodes():
+def test_a_roles_values_override_those_of_all_nodes():
     config = load_set(
         "node.threads=4",
         "decode.threads=3",
@@ -232,12 +234,12 @@ def test_a_role_has_its_own_values_before_those_of_all_nodes():
     assert (prefill.kv_cache_bytes, decode.kv_cache_bytes) == (1000, 2000)
 
 
-def test_swap_memory_is_for_nodes_that_decode_and_bounded_by_what_is_free():
+def test_only_decoding_nodes_swap_and_within_free_memory():
     config = load_set("node.swap_bytes=1000", "serve.prefill=2", "serve.decode=2")
     assert resolve_node(config, "prefill", HOST).swap_bytes == 0
     decode = resolve_node(config, "decode", HOST)
     assert decode.swap_bytes == 1000
-    assert decode.swap_bytes_most == HOST.free_memory_bytes // 16
+    assert decode.max_swap_bytes == HOST.free_memory_bytes // 16
     assert resolve_node(load_set("node.swap_bytes=0"), "decode", HOST).swap_bytes == 0
     assert resolve_node(load_set(), "decode", HOST).swap_bytes is None
 
@@ -250,7 +252,7 @@ def test_at_most_two_steps_are_in_flight():
             load_set(f"node.steps_in_flight={number}")
 
 
-def test_kv_cache_default_has_both_ends():
+def test_the_default_kv_cache_has_a_minimum_and_a_maximum():
     assert default_kv_cache_bytes(1 << 20, 2) == 64 << 20
     assert default_kv_cache_bytes(8 << 30, 2) == int((8 << 30) * 0.1) // 2
     assert default_kv_cache_bytes(1 << 50, 2) == 1 << 30
@@ -259,7 +261,7 @@ def test_kv_cache_default_has_both_ends():
 @pytest.mark.parametrize(
     ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("1000 100000", 1), ("", None)]
 )
-def test_a_container_quota_counts(text: str, cores: int | None):
+def test_a_container_quota_limits_cores(text: str, cores: int | None):
     assert quota_cores(text) == cores
 
 
@@ -279,12 +281,12 @@ def test_this_host_has_cores_and_memory():
         ("", ""),
     ],
 )
-def test_ranks_have_endpoints_of_their_own(own: str, second: str):
+def test_each_rank_has_its_own_endpoint(own: str, second: str):
     assert endpoint_of_rank(own, 0) == own
     assert endpoint_of_rank(own, 2) == second
 
 
-def test_ranks_share_the_threads_of_their_node():
+def test_the_ranks_of_a_node_share_its_threads():
     config = load_set("node.nodes_on_host=1", "node.tensor_parallel=3")
     assert resolve_node(config, "prefill", HOST).threads == 2
     assert resolve_node(load_set("node.threads=1", "node.tensor_parallel=3"), "prefill", HOST).threads == 1

@@ -1,4 +1,4 @@
-"""Key files: what is wrong with them is told with file and line, and a list is read again when it changes."""
+"""Key files: errors name the file and the line, and a changed list is read again."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,20 +30,20 @@ def test_a_secret_is_read_back(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
     [
-        (key_line("secret", ONE), 0o640, "open to others"),
-        (key_line("secret", ONE), 0o604, "open to others"),
-        (key_line("secret", TWO), 0o600, "the key of a router; a node's is needed"),
-        (key_line("public", ONE), 0o600, "line 1: a public key where a secret one is expected"),
-        (f"secret node {'1a' * 31}", 0o600, "line 1: expected 64 hexadecimal digits, got 62 characters"),
-        (f"secret node {'1A' * 32}", 0o600, "line 1: expected 64 hexadecimal digits"),
-        (f"\nsecret client {'1a' * 32}", 0o600, "line 2: 'client' is no role; there are node and router"),
+        (key_line("secret", ONE), 0o640, "accessible to other users"),
+        (key_line("secret", ONE), 0o604, "accessible to other users"),
+        (key_line("secret", TWO), 0o600, "has a router key; expected a node key"),
+        (key_line("public", ONE), 0o600, "line 1: expected a secret key, got a public key"),
+        (f"secret node {'1a' * 31}", 0o600, "line 1: expected 64 lower-case hexadecimal digits, got 62 characters"),
+        (f"secret node {'1A' * 32}", 0o600, "line 1: expected 64 lower-case hexadecimal digits"),
+        (f"\nsecret client {'1a' * 32}", 0o600, "line 2: unknown role 'client'; expected node or router"),
         ("hello", 0o600, "line 1: expected `secret node|router KEY`"),
-        ("", 0o600, "has 0 secret keys; expected one"),
-        (f"{key_line('secret', ONE)}\n{key_line('secret', ONE)}", 0o600, "has 2 secret keys; expected one"),
-        ("é", 0o600, "not ASCII"),
+        ("", 0o600, "has 0 secret keys; expected exactly one"),
+        (f"{key_line('secret', ONE)}\n{key_line('secret', ONE)}", 0o600, "has 2 secret keys; expected exactly one"),
+        ("é", 0o600, "contains non-ASCII bytes"),
     ],
 )
-def test_what_is_wrong_with_a_secret_is_told(tmp_path: Path, text: str, mode: int, words: str):
+def test_an_invalid_secret_file_is_refused(tmp_path: Path, text: str, mode: int, words: str):
     file = secret_file(tmp_path, text, mode)
     with pytest.raises(ConfigError) as caught:
         read_secret("security.node_key_file", file, "node")
@@ -51,7 +51,7 @@ def test_what_is_wrong_with_a_secret_is_told(tmp_path: Path, text: str, mode: in
     assert words in str(caught.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path):
+def test_a_missing_file_is_refused(tmp_path: Path):
     for read in (
         lambda path: read_secret("security.node_key_file", path, "node"),
         lambda path: AllowedKeys("security.node_key_file", path),
@@ -78,7 +78,7 @@ def test_a_list_is_a_directory_or_a_file(tmp_path: Path):
 
 def test_a_secret_in_the_list_is_refused(tmp_path: Path):
     allow(tmp_path, "n", key_line("secret", ONE))
-    with pytest.raises(ConfigError, match=r"n\.pub, line 1: a secret key where a public one is expected"):
+    with pytest.raises(ConfigError, match=r"n\.pub, line 1: expected a public key, got a secret key"):
         AllowedKeys("security.allowed_keys", tmp_path)
 
 
@@ -93,18 +93,18 @@ def test_a_list_is_read_again_when_it_changes(tmp_path: Path):
     assert allowed.of_role("router") == ()
 
 
-@pytest.mark.parametrize("spoil", [lambda path: allow(path, "x", "public"), lambda path: path.rename(f"{path}-away")])
-def test_a_list_that_is_spoilt_stays_as_it_was(tmp_path: Path, spoil: Callable[[Path], object]):
+@pytest.mark.parametrize("damage", [lambda path: allow(path, "x", "public"), lambda path: path.rename(f"{path}-away")])
+def test_an_invalid_change_leaves_the_list_in_use(tmp_path: Path, damage: Callable[[Path], object]):
     folder = tmp_path / "allowed"
     folder.mkdir()
     allow(folder, "n", key_line("public", ONE))
     allowed = AllowedKeys("security.allowed_keys", folder)
-    spoil(folder)
+    damage(folder)
     assert allowed.roles_of(ONE.hex) == {"node"}
     assert allowed.error.startswith("security.allowed_keys: ")
 
 
-def test_a_list_that_is_whole_again_has_no_error(tmp_path: Path):
+def test_a_repaired_list_has_no_error(tmp_path: Path):
     allow(tmp_path, "n", key_line("public", ONE))
     allowed = AllowedKeys("security.allowed_keys", tmp_path)
     allow(tmp_path, "r", "public router")

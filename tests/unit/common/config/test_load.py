@@ -1,4 +1,4 @@
-"""Reading a configuration: what is taken, what is refused and in which words."""
+"""Reading a configuration: accepted values, refused values and their error messages."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def load_set(*texts: str):
     return load_config(None, [parse_override(text) for text in texts])
 
 
-def test_the_defaults_that_stay():
+def test_documented_defaults():
     config = load_config()
     assert (config.router.max_input_length, config.router.max_iter_times) == (2048, 512)
     assert config.router.max_body_bytes == 40_000_000
@@ -23,9 +23,9 @@ def test_the_defaults_that_stay():
     assert config.limits.max_attempts == 5
 
 
-def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path):
+def test_overrides_take_precedence_over_the_file_and_the_last_one_wins(tmp_path: Path):
     file = tmp_path / "cluster.toml"
-    file.write_text("[router]\nport = 7\nworkers = 3\n[timers]\nbeat_s = 1\n")
+    file.write_text("[router]\nport = 7\nworkers = 3\n[timers]\nheartbeat_s = 1\n")
     config = load_config(file, [Override("router", "port", 8), Override("router", "port", 9)])
     assert (config.router.port, config.router.workers, config.timers.heartbeat_s) == (9, 3, 1.0)
 
@@ -42,12 +42,12 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path):
         ("model.path=/a=b", "/a=b"),
     ],
 )
-def test_set_takes_toml_values_and_plain_words(text: str, value: object):
+def test_set_accepts_toml_values_and_plain_words(text: str, value: object):
     assert parse_override(text).value == value
 
 
 @pytest.mark.parametrize("text", ["", "a", "a.b", "a=1", ".b=1", "a.=1", "a.b=1\nc=2"])
-def test_set_refuses_what_is_no_setting(text: str):
+def test_set_refuses_an_invalid_setting(text: str):
     with pytest.raises(ConfigError, match="expected"):
         parse_override(text)
 
@@ -57,7 +57,7 @@ def test_set_refuses_what_is_no_setting(text: str):
     [
         ("node.block_sizes=3", "node.block_sizes: unknown key; did you mean node.block_size?"),
         ("node.workers=3", "node.workers: unknown key; did you mean router.workers?"),
-        ("log.zzzzz=3", "log.zzzzz: unknown key; [log] knows level, format, access_log"),
+        ("log.zzzzz=3", "log.zzzzz: unknown key; the keys of [log] are level, format, access_log"),
         ("nod.x=1", "[nod]: unknown section; did you mean [node]?"),
         ("node.block_size=abc", 'node.block_size: expected integer from 1 to 1024, got "abc"'),
         ("node.block_size=0", "node.block_size: expected integer from 1 to 1024, got 0"),
@@ -67,16 +67,16 @@ def test_set_refuses_what_is_no_setting(text: str):
         ("router.nodes=['a',1]", 'router.nodes[1]: expected array of strings, got ["a", 1]'),
         ("node.prefix_cache=1", "node.prefix_cache: expected true or false, got 1"),
         ("log.level=1979-05-27", "log.level: expected one of"),
-        ("serve.stop_bound_s=0", "serve.stop_bound_s: expected number above 0, got 0"),
+        ("serve.stop_timeout_s=0", "serve.stop_timeout_s: expected number above 0, got 0"),
     ],
 )
-def test_faults_name_the_key_and_what_would_be_right(setting: str, words: str):
+def test_errors_name_the_key_and_the_expected_value(setting: str, words: str):
     with pytest.raises(ConfigError) as caught:
         load_set(setting)
     assert str(caught.value).startswith(words)
 
 
-def test_a_fault_in_the_file_names_the_file(tmp_path: Path):
+def test_an_error_in_the_file_names_the_file(tmp_path: Path):
     file = tmp_path / "cluster.toml"
     file.write_text("[router]\nprot = 1025\n")
     with pytest.raises(ConfigError, match=r"cluster\.toml: router\.prot: unknown key; did you mean router\.port\?"):
@@ -84,7 +84,7 @@ def test_a_fault_in_the_file_names_the_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["node = 5\n", "[node\n", "node.x\n", "[[node]]\nx = 1\n"])
-def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str):
+def test_an_invalid_file_is_refused(tmp_path: Path, content: str):
     file = tmp_path / "cluster.toml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"cluster\.toml: "):
@@ -92,7 +92,7 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str):
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not TOML"):
@@ -110,12 +110,12 @@ def test_a_relative_model_path_is_relative_to_the_file(tmp_path: Path):
     ("content", "words"),
     [
         (b"x = " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
-        (b"[timers]\nbeat_s = " + b"9" * 5000, "not TOML"),
+        (b"[timers]\nheartbeat_s = " + b"9" * 5000, "not TOML"),
         (b'[node]\n"a\\nb" = 1', r"node\.a\\nb: unknown key"),
         (b'["a\\nb"]', r"\[a\\nb\]: unknown section"),
     ],
 )
-def test_what_the_toml_reader_chokes_on_is_one_line(tmp_path: Path, content: bytes, words: str):
+def test_a_file_that_crashes_the_toml_parser_is_one_line_of_error(tmp_path: Path, content: bytes, words: str):
     file = tmp_path / "cluster.toml"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=words) as caught:
@@ -123,13 +123,13 @@ def test_what_the_toml_reader_chokes_on_is_one_line(tmp_path: Path, content: byt
     assert "\n" not in str(caught.value)
 
 
-def test_a_path_that_can_be_none_is_one_line():
+def test_an_impossible_path_is_one_line_of_error():
     with pytest.raises(ConfigError, match=r"no\\x00where"):
         load_config(Path("no\0where"))
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 5000 + "]" * 5000])
-def test_an_override_that_the_toml_reader_chokes_on_is_shown_shortly(value: str):
+def test_an_override_that_crashes_the_toml_parser_is_quoted_in_short(value: str):
     with pytest.raises(ConfigError, match=r"node\.threads: expected") as caught:
         load_config(None, [parse_override(f"node.threads={value}")])
     assert len(str(caught.value)) < 200
@@ -143,11 +143,11 @@ def test_an_override_that_the_toml_reader_chokes_on_is_shown_shortly(value: str)
         "node.threads=9007199254740992",
         "node.kv_cache_bytes=99999999999999999999",
         "router.body_timeout_s=inf",
-        "serve.stop_bound_s=1e308",
+        "serve.stop_timeout_s=1e308",
         "node.staging_slots=9007199254740992",
         "limits.control_high_water=2147483648",
         "limits.header_max_bytes=1",
-        "limits.job_ids_max_bytes=10239",
+        "limits.job_token_ids_max_bytes=10239",
         "timers.link_timeout_s=2147484",
         "timers.heartbeat_s=1e-300",
         "timers.retain_s=1e308",
@@ -157,7 +157,7 @@ def test_an_override_that_the_toml_reader_chokes_on_is_shown_shortly(value: str)
         f"decode.bind={'k' * 70_000}",
     ],
 )
-def test_values_beyond_all_reason_are_refused_in_one_short_line(setting: str):
+def test_absurd_values_are_refused_in_one_short_line(setting: str):
     with pytest.raises(ConfigError) as caught:
         load_config(None, [parse_override(setting)])
     text = str(caught.value)

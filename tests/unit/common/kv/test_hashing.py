@@ -41,7 +41,10 @@ def test_a_big_endian_machine_gets_the_same_bytes(monkeypatch):
 
 
 def test_another_process_with_another_hash_seed_agrees():
-    program = "from array import array; from kvferry.common.kv.hashing import *; print(chain(root('m'), array('I', [1])).hex())"
+    program = (
+        "from array import array; from kvferry.common.kv.hashing import *; "
+        "print(chain(root('m'), array('I', [1])).hex())"
+    )
     run = subprocess.run(
         [sys.executable, "-c", program], env={"PYTHONHASHSEED": "4242"}, capture_output=True, text=True, check=True
     )

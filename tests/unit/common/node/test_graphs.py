@@ -43,21 +43,21 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 )
 def test_default_batch_sizes_are_powers_of_two_and_max_running(max_running: int, wanted: tuple[int, ...]) -> None:
     config = ClusterConfig(node=NodeConfig(max_running=max_running))
-    assert resolve_node(config, "decode", HOST).graph_batches == wanted
-    assert resolve_node(config, "colocated", HOST).graph_batches == wanted
-    assert resolve_node(config, "prefill", HOST).graph_batches == ()
+    assert resolve_node(config, "decode", HOST).graph_batch_sizes == wanted
+    assert resolve_node(config, "colocated", HOST).graph_batch_sizes == wanted
+    assert resolve_node(config, "prefill", HOST).graph_batch_sizes == ()
 
 
 def test_configured_batch_sizes_are_limited_to_max_running() -> None:
-    assert settings(graph_batches=(2, 3, 4)).graph_batches == (2, 3)
-    assert settings(graph_batches=()).graph_batches == ()
+    assert settings(graph_batch_sizes=(2, 3, 4)).graph_batch_sizes == (2, 3)
+    assert settings(graph_batch_sizes=()).graph_batch_sizes == ()
 
 
 def test_nothing_is_recorded_without_support_or_decode_steps(loaded: LoadedModel, tmp_path: Path) -> None:
     device = GraphDevice()
     assert plan_graphs(settings(), loaded, PagedDevice()) == GraphPlan()
     assert plan_graphs(settings("prefill"), loaded, device) == GraphPlan()
-    assert plan_graphs(settings(graph_batches=()), loaded, device) == GraphPlan()
+    assert plan_graphs(settings(graph_batch_sizes=()), loaded, device) == GraphPlan()
     assert plan_graphs(replace(settings(), tensor_parallel=2), loaded, device) == GraphPlan()
     experts = loaded_on(device, tmp_path, "qwen3_moe")
     assert plan_graphs(settings(), experts, device) == GraphPlan()

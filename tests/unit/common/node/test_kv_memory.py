@@ -41,7 +41,7 @@ def test_the_cache_takes_the_free_memory_less_the_reserve(accelerator: Accelerat
 
 
 def test_ranks_divide_configured_sizes_and_each_fill_their_own_device(accelerator: Accelerator) -> None:
-    two = replace(SETTINGS, tensor_parallel=2, swap_bytes_most=300)
+    two = replace(SETTINGS, tensor_parallel=2, max_swap_bytes=300)
     assert kv_cache_bytes(two, accelerator, FREE) == 9_000_000_000
     assert kv_cache_bytes(replace(two, kv_cache_bytes=78), accelerator, FREE) == 39
     assert swap_bytes(two, accelerator, 10_000_000) == 150
@@ -52,8 +52,8 @@ def test_ranks_divide_configured_sizes_and_each_fill_their_own_device(accelerato
     ("changes", "wanted"),
     [
         ({}, 1_000_000),
-        ({"swap_bytes_most": 300}, 300),
-        ({"swap_bytes": 5_000_000, "swap_bytes_most": 300}, 5_000_000),
+        ({"max_swap_bytes": 300}, 300),
+        ({"swap_bytes": 5_000_000, "max_swap_bytes": 300}, 5_000_000),
         ({"swap_bytes": 0}, 0),
     ],
 )

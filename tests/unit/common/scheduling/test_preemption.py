@@ -17,8 +17,8 @@ def seq(seq_id: int, priority: int, accepted_at: float, times_preempted: int = 0
     return Sequence(seq_id, spec, SequenceStatus.DECODING, ids(spec.token_ids))
 
 
-def victim(sequences: list[Sequence], max_preempt: int = 3) -> int | None:
-    found = choose_victim(sequences, best_of(sequences), max_preempt)
+def victim(sequences: list[Sequence], max_preemptions: int = 3) -> int | None:
+    found = choose_victim(sequences, best_of(sequences), max_preemptions)
     return None if found is None else found.seq_id
 
 

@@ -74,8 +74,8 @@ def test_the_last_token_decides_the_end(outputs, options, expected):
 
 @pytest.mark.parametrize("wrong", [
     {"max_step_tokens": 0}, {"max_running": 0}, {"max_steps_in_flight": 0}, {"max_running": 9, "max_step_tokens": 8},
-    {"max_chunk_tokens": -1}, {"max_preempt": -1}, {"aging_s": 0.0}, {"reserved_share": 0.0}, {"reserved_share": 1.1},
-    {"watermark_blocks_share": 1.0}, {"watermark_blocks_share": -0.1},
+    {"max_chunk_tokens": -1}, {"max_preemptions": -1}, {"aging_s": 0.0}, {"reserved_share": 0.0},
+    {"reserved_share": 1.1}, {"watermark_blocks_share": 1.0}, {"watermark_blocks_share": -0.1},
 ])  # fmt: skip
 def test_impossible_settings_are_refused(wrong):
     with pytest.raises(ConfigError):

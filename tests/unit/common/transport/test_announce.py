@@ -1,4 +1,4 @@
-"""Announcements through real proxies: in a thread, and as a child process."""
+"""Announcements through real proxies, in a thread and in a child process."""
 
 import signal
 import subprocess
@@ -84,12 +84,12 @@ def listening(context: TransportContext, endpoint: str) -> Iterator[Announcement
         listener.close()
 
 
-def hears(listener: AnnouncementListener, envelope: Envelope) -> None:
+def wait_for_announcement(listener: AnnouncementListener, envelope: Envelope) -> None:
     wait_until(lambda: envelope in list(listener.receive()))
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc", "inproc"])
-def test_every_worker_of_every_host_hears_a_node(context: TransportContext, scheme: str, tmp_path: Path):
+def test_every_worker_of_every_host_receives_an_announcement(context: TransportContext, scheme: str, tmp_path: Path):
     ends = [
         {"tcp": "tcp://127.0.0.1:0", "ipc": f"{ipc_endpoint(tmp_path)}{n}", "inproc": f"inproc://{n}"}[scheme]
         for n in range(4)
@@ -104,11 +104,11 @@ def test_every_worker_of_every_host_hears_a_node(context: TransportContext, sche
         announcing(context, [nodes_a, nodes_b], node) as announcer,
     ):
         for listener in (first, second, third):
-            hears(listener, node)
-        turned = announcement("decode-0")
-        announcer.change(turned)
+            wait_for_announcement(listener, node)
+        changed = announcement("decode-0")
+        announcer.change(changed)
         for listener in (first, second, third):
-            hears(listener, turned)
+            wait_for_announcement(listener, changed)
 
 
 def test_malformed_messages_are_counted_and_dropped(context: TransportContext):
@@ -120,7 +120,7 @@ def test_malformed_messages_are_counted_and_dropped(context: TransportContext):
         listening(context, workers) as listener,
         announcing(context, [nodes], node),
     ):
-        hears(listener, node)
+        wait_for_announcement(listener, node)
         publisher = context.open_socket(zmq.PUB, "garbage")
         publisher.connect(nodes)
         rounds = 0
@@ -135,11 +135,11 @@ def test_malformed_messages_are_counted_and_dropped(context: TransportContext):
 
         wait_until(flood)
         assert listener.malformed <= rounds * len(garbage)
-        hears(listener, node)
+        wait_for_announcement(listener, node)
         context.close_socket(publisher)
 
 
-def test_the_name_is_resolved_again_and_an_unanswered_question_changes_nothing(context: TransportContext):
+def test_the_name_is_resolved_again_and_a_failed_lookup_changes_nothing(context: TransportContext):
     answers: list[list[str] | None] = []
     asked: list[str] = []
     node = announcement()
@@ -161,25 +161,25 @@ def test_the_name_is_resolved_again_and_an_unanswered_question_changes_nothing(c
         with announcing(context, ["tcp://routers:5000"], node, resolve):
             wait_until(lambda: len(asked) >= 2)
             answers.append([nodes_a])
-            hears(at_a, node)
+            wait_for_announcement(at_a, node)
             answers.append([nodes_a, nodes_b])
-            hears(at_b, node)
-            hears(at_a, node)
+            wait_for_announcement(at_b, node)
+            wait_for_announcement(at_a, node)
             answers.append([nodes_b])
             seen = len(asked)
             wait_until(lambda: len(asked) >= seen + 2)
-            list(at_a.receive())  # what was under way before the proxy was left
-            hears(at_b, node)
+            list(at_a.receive())  # sent before the announcer disconnected from this proxy
+            wait_for_announcement(at_b, node)
             wait_until(lambda: not list(at_a.receive()))
             answers.append(None)
             seen = len(asked)
             wait_until(lambda: len(asked) >= seen + 2)
             list(at_b.receive())
-            hears(at_b, node)
+            wait_for_announcement(at_b, node)
         assert set(asked) == {"tcp://routers:5000"}
 
 
-def test_names_resolve_to_all_their_addresses():
+def test_a_name_resolves_to_all_its_addresses():
     assert "tcp://127.0.0.1:5000" in resolve_endpoint("tcp://localhost:5000")
     assert resolve_endpoint("tcp://127.0.0.1:5000") == ["tcp://127.0.0.1:5000"]
     assert resolve_endpoint("tcp://[::1]:5000") == ["tcp://[::1]:5000"]
@@ -194,7 +194,7 @@ def test_an_announcer_refuses_a_proxy_that_cannot_be_connected_to(context: Trans
     announcer.close()
 
 
-def test_a_proxy_does_not_face_other_hosts_unasked(context: TransportContext):
+def test_a_proxy_binds_beyond_loopback_only_if_allowed(context: TransportContext):
     for nodes, workers, allowed in (("tcp://*:0", "inproc://w", False), ("inproc://n", "tcp://*:0", True)):
         proxy = AnnouncementProxy(context)
         with pytest.raises(ConfigError, match="other hosts"):
@@ -205,13 +205,13 @@ def test_a_proxy_does_not_face_other_hosts_unasked(context: TransportContext):
     proxy.close()
 
 
-def test_a_proxy_that_comes_back_is_found_again(context: TransportContext, tmp_path: Path):
+def test_announcers_and_listeners_reconnect_to_a_restarted_proxy(context: TransportContext, tmp_path: Path):
     nodes, workers = f"{ipc_endpoint(tmp_path)}n", f"{ipc_endpoint(tmp_path)}w"
     node = announcement()
     with listening(context, workers) as listener, announcing(context, [nodes], node):
         for _ in range(2):
             with proxy_in_thread(context, nodes, workers):
-                hears(listener, node)
+                wait_for_announcement(listener, node)
             wait_until(lambda: not list(listener.receive()))
 
 
@@ -222,13 +222,13 @@ print("done", flush=True)
 """
 
 
-def test_as_a_child_process_it_forwards_until_it_is_told_to_stop(context: TransportContext):
+def test_as_a_child_process_it_forwards_until_sigterm(context: TransportContext):
     node = announcement()
     with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         nodes, workers = child.stdout.readline().split()
         with listening(context, workers) as listener, announcing(context, [nodes], node):
-            hears(listener, node)
+            wait_for_announcement(listener, node)
         child.send_signal(signal.SIGTERM)
         assert child.stdout.read() == "done\n"
         assert child.wait(DEADLINE_S) == 0
@@ -242,7 +242,7 @@ print(child.stdout.readline(), end="", flush=True)
 child.stdout = None
 sys.stdin.readline()
 """
-    # The grandchild writes to a pipe of its own parent; what tells that it ended is that its stderr, ours, closes.
+    # The grandchild's stdout is a pipe of its parent; we see that it has ended when its stderr, our pipe, closes.
     with subprocess.Popen(
         [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -251,26 +251,26 @@ sys.stdin.readline()
         assert process.stdout.readline().startswith("tcp://127.0.0.1:")
         process.kill()
         process.wait(DEADLINE_S)
-        process.stderr.read()  # ends when the last holder of it is gone
+        process.stderr.read()  # returns when the last process that holds it has ended
 
 
-def test_a_full_worker_loses_announcements_and_no_one_waits(context: TransportContext):
-    """A worker that reads nothing does not stop another from hearing."""
+def test_a_full_worker_loses_announcements_and_blocks_no_other(context: TransportContext):
+    """A worker that does not read does not keep announcements from another."""
     node = announcement()
     large = msgspec.structs.replace(node, message=msgspec.structs.replace(node.message, model="m" * 50_000))
     with (
         proxy_in_thread(context, "inproc://nodes", "inproc://workers") as (nodes, workers),
         listening(context, workers),
-        listening(context, workers) as awake,
+        listening(context, workers) as reading,
         announcing(context, [nodes], node) as announcer,
     ):
-        hears(awake, node)
+        wait_for_announcement(reading, node)
         announcer.change(large)
-        hears(awake, large)
+        wait_for_announcement(reading, large)
 
 
-def test_with_keys_a_node_is_heard_and_a_router_announces_nothing(tmp_path: Path):
-    """Through the proxy of a router host, which lets nodes announce and workers listen."""
+def test_with_keys_a_node_may_announce_and_a_router_may_not(tmp_path: Path):
+    """The proxy of a router host admits nodes that announce and workers that listen."""
     keys = KeyRing(tmp_path / "keys")
     with closing() as stack:
         routers, nodes = opened(stack, keys.security("router")), opened(stack, keys.security("node"))
@@ -280,20 +280,20 @@ def test_with_keys_a_node_is_heard_and_a_router_announces_nothing(tmp_path: Path
         listener = stack.enter_context(listening(routers, for_workers))
         node, impostor = announcement("real"), announcement("impostor")
         with announcing(routers, [for_nodes], impostor), announcing(nodes, [for_nodes], node):
-            heard: list[Envelope] = []
-            wait_until(lambda: len(heard) > 20, step=lambda: heard.extend(listener.receive()))
-        assert {envelope.sender for envelope in heard} == {node.sender}
+            received: list[Envelope] = []
+            wait_until(lambda: len(received) > 20, step=lambda: received.extend(listener.receive()))
+        assert {envelope.sender for envelope in received} == {node.sender}
 
 
-def test_keys_stay_with_a_name_that_is_resolved():
+def test_resolved_addresses_keep_the_key():
     key = "0a" * 32
     assert resolve_endpoint(f"tcp://localhost:5?key={key}") == [
         f"{endpoint}?key={key}" for endpoint in resolve_endpoint("tcp://localhost:5")
     ]
 
 
-def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """ZeroMQ gives such a connection up for good."""
+def test_an_announcer_reconnects_after_a_proxy_without_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """ZeroMQ itself gives such a connection up for good."""
     keys = KeyRing(tmp_path / "keys")
     router = keys.security("router")
     endpoint, workers = with_key(f"{ipc_endpoint(tmp_path)}n", router.public), f"{ipc_endpoint(tmp_path)}w"
@@ -305,4 +305,4 @@ def test_an_announcer_that_met_a_proxy_without_keys_finds_in_later(tmp_path: Pat
             wait_until(lambda: announcer.given_up > 3)
         assert len([record for record in caplog.records if "announce_to" in record.getMessage()]) == 1
         _, for_workers = stack.enter_context(proxy_in_thread(routers, endpoint, workers))
-        hears(stack.enter_context(listening(routers, for_workers)), node)
+        wait_for_announcement(stack.enter_context(listening(routers, for_workers)), node)

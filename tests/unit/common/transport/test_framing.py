@@ -1,4 +1,4 @@
-"""What a node says to a client is one frame, whatever the message has."""
+"""A message from a node to a client is one frame, whatever the number of its parts."""
 
 import pytest
 import zmq
@@ -21,29 +21,29 @@ from tests.support.transport import take_one, transport_context, wait_until
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_frames_come_out_as_they_went_in(frames: list[bytes]) -> None:
+def test_unpack_inverts_pack(frames: list[bytes]) -> None:
     assert unpack(pack(frames)) == frames
     assert unpack(memoryview(pack([memoryview(frame) for frame in frames]))) == frames
     assert len(pack(frames)) <= sum(map(len, frames)) + OVERHEAD_BYTES
 
 
 @given(st.binary(max_size=40))
-def test_any_bytes_are_frames_or_refused(parcel: bytes) -> None:
+def test_any_bytes_are_unpacked_or_refused(packed: bytes) -> None:
     try:
-        frames = unpack(parcel)
+        frames = unpack(packed)
     except ValueError:
         return
-    assert pack(frames) == parcel
+    assert pack(frames) == packed
 
 
-@pytest.mark.parametrize("parcel", [b"\x01", b"\x02\0\0\0a", b"\x01\0\0\0ab\0", b"\xff\xff\xff\xff"])
-def test_what_is_cut_is_refused(parcel: bytes) -> None:
+@pytest.mark.parametrize("packed", [b"\x01", b"\x02\0\0\0a", b"\x01\0\0\0ab\0", b"\xff\xff\xff\xff"])
+def test_truncated_bytes_are_refused(packed: bytes) -> None:
     with pytest.raises(ValueError, match="bytes"):
-        unpack(parcel)
+        unpack(packed)
 
 
 def test_no_message_to_a_client_has_a_second_frame() -> None:
-    """libzmq ends the process of a client that is between two of them when its connection is made anew."""
+    """libzmq aborts a client's process when its connection is re-established between two frames."""
     with transport_context() as context:
         node, self_id = NodeSocket(context, SocketOptions()), new_incarnation()
         client = context.open_socket(zmq.DEALER, "client")
@@ -58,7 +58,7 @@ def test_no_message_to_a_client_has_a_second_frame() -> None:
         node.close()
 
 
-def test_what_is_no_parcel_is_a_message_without_frames() -> None:
+def test_a_frame_that_cannot_be_unpacked_is_a_message_without_frames() -> None:
     with transport_context() as context:
         node = context.open_socket(zmq.ROUTER, "a node of another kind")
         port = node.bind_to_random_port("tcp://127.0.0.1")

@@ -1,6 +1,6 @@
-"""Heartbeats on connections that break while nobody reads them: ZeroMQ ended the whole process there.
+"""Heartbeats on connections that break while they are not read: ZeroMQ used to abort the process.
 
-Each story runs in a process of its own, since it is the process that is lost.
+Each scenario runs in a child process, because the process is what would be lost.
 """
 
 import socket
@@ -27,11 +27,11 @@ DEADLINE_S = 60.0
 
 
 def unread_node(address: str) -> None:
-    """More came than it takes in before it is read, and the client is gone."""
+    """The node has more unread messages than its queue holds, and the client is gone."""
     with transport_context() as context:
-        node, link, _ = _acquainted(context, address)
+        node, link, _ = _connected(context, address)
         for _ in range(UNREAD):
-            link.send([b"nobody reads this"])
+            link.send([b"never read"])
         wait_until(lambda: not link.has_pending, step=link.flush)
         link.close()
         _some_heartbeats(context)
@@ -39,19 +39,19 @@ def unread_node(address: str) -> None:
 
 
 def unread_link(address: str) -> None:
-    """The same of a client whose node is gone."""
+    """The client has unread messages, and the node is gone."""
     with transport_context() as context:
-        node, link, self_id = _acquainted(context, address)
+        node, link, self_id = _connected(context, address)
         for _ in range(UNREAD):
-            node.send(self_id, [b"nobody reads this"])
+            node.send(self_id, [b"never read"])
         wait_until(lambda: not node.has_pending, step=node.flush)
         node.close()
         _some_heartbeats(context)
         link.close()
 
 
-def _acquainted(context: TransportContext, address: str) -> tuple[NodeSocket, LinkSocket, Incarnation]:
-    patient = replace(FAST, heartbeat_timeout_s=DEADLINE_S)  # what ends it is the test, not a busy machine
+def _connected(context: TransportContext, address: str) -> tuple[NodeSocket, LinkSocket, Incarnation]:
+    patient = replace(FAST, heartbeat_timeout_s=DEADLINE_S)  # the test ends it, not a busy machine
     node, self_id = NodeSocket(context, patient), new_incarnation()
     link = LinkSocket(context, self_id, patient)
     link.open()
@@ -62,7 +62,7 @@ def _acquainted(context: TransportContext, address: str) -> tuple[NodeSocket, Li
 
 
 def _some_heartbeats(context: TransportContext) -> None:
-    """Until ZeroMQ gives up a handshake that nobody answers: it waits for the time of thirty heartbeats."""
+    """Wait until ZeroMQ gives up a handshake without an answer: thirty heartbeat intervals."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         link = LinkSocket(context, new_incarnation(), FAST)
         link.open()
@@ -74,18 +74,18 @@ def _some_heartbeats(context: TransportContext) -> None:
         link.close()
 
 
-STORIES = {story.__name__: story for story in (unread_node, unread_link)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (unread_node, unread_link)}
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
-@pytest.mark.parametrize("story", STORIES)
-def test_the_process_lives(story: str, scheme: str, tmp_path: Path):
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_process_survives(scenario: str, scheme: str, tmp_path: Path):
     address = ipc_endpoint(tmp_path) if scheme == "ipc" else "tcp://127.0.0.1:*"
     ended = subprocess.run(
-        (sys.executable, "-m", __name__, story, address), capture_output=True, text=True, timeout=DEADLINE_S
+        (sys.executable, "-m", __name__, scenario, address), capture_output=True, text=True, timeout=DEADLINE_S
     )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
 if __name__ == "__main__":
-    STORIES[sys.argv[1]](sys.argv[2])
+    SCENARIOS[sys.argv[1]](sys.argv[2])

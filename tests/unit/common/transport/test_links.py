@@ -24,7 +24,7 @@ from tests.support.transport import bind_again, ipc_endpoint, take_one, transpor
 
 OPTIONS = SocketOptions.control(Limits())
 TIGHT = SocketOptions(high_water=2, outbox_messages=5, heartbeat_s=0.0, reconnect_min_s=0.01, reconnect_max_s=0.02)
-"""Without heartbeats, with which a link takes all that comes."""
+"""Without heartbeats: with them a link has no receive high-water mark."""
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 class Pair:
-    """A node and one client of it."""
+    """A node and one client."""
 
     def __init__(self, context: TransportContext, endpoint: str, options: SocketOptions = OPTIONS) -> None:
         self.context = context
@@ -55,15 +55,15 @@ class Pair:
         self.monitor.open()
         self.link.connect(self.bound)
 
-    def meet(self) -> None:
-        """Pass one message up and one down."""
+    def exchange(self) -> None:
+        """Send one message each way."""
         self.link.send([b"up"])
         assert take_one(self.node.receive, step=self.link.flush) == (self.self_id, [b"up"])
         assert self.node.send(self.self_id, [b"down", b"2"]) is SendResult.SENT
         assert take_one(self.link.receive) == [b"down", b"2"]
 
     def restart_node(self) -> None:
-        """A new life at the same address."""
+        """A new incarnation at the same address."""
         self.node.close()
         self.node = NodeSocket(self.context, self.options)
         bind_again(self.node, self.bound)
@@ -86,9 +86,9 @@ def pair(context: TransportContext, endpoint: str) -> Iterator[Pair]:
     made.close()
 
 
-def test_messages_pass_both_ways(pair: Pair):
-    pair.meet()
-    pair.meet()
+def test_messages_pass_in_both_directions(pair: Pair):
+    pair.exchange()
+    pair.exchange()
     assert not pair.node.dropped
 
 
@@ -104,38 +104,38 @@ def test_a_link_may_connect_before_the_node_binds(context: TransportContext, tmp
     node.close()
 
 
-def test_links_find_the_next_life_at_the_same_address(context: TransportContext, endpoint: str):
+def test_links_find_the_next_incarnation_at_the_same_address(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
-    pair.meet()
+    pair.exchange()
     pair.restart_node()
     if pair.bound.startswith("inproc"):
         pair.link.reconnect()
-    came: list[bytes] = []
+    received: list[bytes] = []
 
-    def is_heard() -> bool:
+    def is_received() -> bool:
         pair.link.try_send([b"again"])  # may be lost with the old connection
-        came.extend(bytes(frames[0]) for _, frames in pair.node.receive())
-        return bool(came)
+        received.extend(bytes(frames[0]) for _, frames in pair.node.receive())
+        return bool(received)
 
-    wait_until(is_heard)
-    assert set(came) == {b"again"}
+    wait_until(is_received)
+    assert set(received) == {b"again"}
     assert pair.node.send(pair.self_id, [b"back"]) is SendResult.SENT
     assert take_one(pair.link.receive) == [b"back"]
     pair.close()
 
 
-def test_reconnect_works_while_the_connection_stands(context: TransportContext, endpoint: str):
+def test_reconnect_works_while_connected(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
-    pair.meet()
+    pair.exchange()
     for _ in range(3):
         pair.link.reconnect()
-        pair.meet()
+        pair.exchange()
     pair.close()
 
 
-def test_what_a_dead_life_did_not_take_is_not_sent_to_the_next(context: TransportContext, tmp_path: Path):
+def test_messages_for_a_dead_incarnation_are_not_sent_to_the_next(context: TransportContext, tmp_path: Path):
     pair = Pair(context, ipc_endpoint(tmp_path), TIGHT)
-    pair.meet()
+    pair.exchange()
     pair.node.close()
     wait_until(lambda: ConnectionEvent.DISCONNECTED in list(pair.monitor.receive()))
     wait_until(lambda: pair.link.send([b"stale"]) is SendResult.QUEUED)
@@ -147,17 +147,17 @@ def test_what_a_dead_life_did_not_take_is_not_sent_to_the_next(context: Transpor
     pair.close()
 
 
-def test_the_monitor_tells_when_a_link_stands_and_breaks(context: TransportContext, tmp_path: Path):
+def test_the_monitor_reports_connects_and_disconnects(context: TransportContext, tmp_path: Path):
     pair = Pair(context, ipc_endpoint(tmp_path), TIGHT)
     events: list[ConnectionEvent] = []
 
-    def heard(*expected: ConnectionEvent) -> bool:
+    def reported(*expected: ConnectionEvent) -> bool:
         events.extend(pair.monitor.receive())
         return events == list(expected)
 
-    wait_until(lambda: heard(ConnectionEvent.CONNECTED))
+    wait_until(lambda: reported(ConnectionEvent.CONNECTED))
     pair.restart_node()
-    wait_until(lambda: heard(ConnectionEvent.CONNECTED, ConnectionEvent.DISCONNECTED, ConnectionEvent.CONNECTED))
+    wait_until(lambda: reported(ConnectionEvent.CONNECTED, ConnectionEvent.DISCONNECTED, ConnectionEvent.CONNECTED))
     pair.close()
 
 
@@ -175,20 +175,20 @@ def test_an_unknown_peer_is_unreachable(pair: Pair, peer: Incarnation):
 
 
 def test_a_peer_that_left_is_unreachable(pair: Pair):
-    pair.meet()
+    pair.exchange()
     pair.monitor.close()
     pair.link.close()
     wait_until(lambda: pair.node.send(pair.self_id, [b"x"]) is SendResult.UNREACHABLE)
 
 
 def fill_until_queued(pair: Pair) -> None:
-    """Send to a client that reads nothing until ZeroMQ takes no more."""
+    """Send to a client that does not read, until ZeroMQ accepts no more."""
     while pair.node.send(pair.self_id, [b"x" * 100_000]) is not SendResult.QUEUED:
         assert not pair.node.dropped
 
 
 def fill_until_down(pair: Pair) -> int:
-    """Send to a client that reads nothing until its outbox overflows; how many messages that took."""
+    """Send to a client that does not read, until its outbox overflows; returns the number of messages."""
     sent = 0
     while pair.node.send(pair.self_id, [sent.to_bytes(4, "little"), b"x" * 100_000]) is not SendResult.UNREACHABLE:
         sent += 1
@@ -198,24 +198,24 @@ def fill_until_down(pair: Pair) -> int:
 
 def test_a_slow_peer_fills_its_outbox_and_no_more(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
-    pair.meet()
+    pair.exchange()
     fill_until_down(pair)
     assert pair.node.dropped["overflow"] == TIGHT.outbox_messages + 1
     assert not pair.node.has_pending
     pair.close()
 
 
-def test_a_slow_peer_does_not_hold_up_another(context: TransportContext, endpoint: str):
+def test_a_slow_peer_does_not_delay_another(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
-    pair.meet()
+    pair.exchange()
     fill_until_queued(pair)
     other = LinkSocket(context, new_incarnation(), TIGHT)
     other.open()
     other.connect(pair.bound)
     other.send([b"hello"])
     peer, _ = take_one(pair.node.receive, step=other.flush)
-    assert pair.node.send(peer, [b"at once"]) is SendResult.SENT
-    assert take_one(other.receive) == [b"at once"]
+    assert pair.node.send(peer, [b"not delayed"]) is SendResult.SENT
+    assert take_one(other.receive) == [b"not delayed"]
     pair.check_invariants()
     other.close()
     pair.close()
@@ -223,7 +223,7 @@ def test_a_slow_peer_does_not_hold_up_another(context: TransportContext, endpoin
 
 def test_messages_to_a_slow_peer_keep_their_order(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
-    pair.meet()
+    pair.exchange()
     sent = 0
     while len(pair.node._outboxes.get(pair.self_id, ())) < TIGHT.outbox_messages:
         pair.node.send(pair.self_id, [sent.to_bytes(4, "little"), b"x" * 100_000])
@@ -243,13 +243,13 @@ def test_messages_to_a_slow_peer_keep_their_order(context: TransportContext, end
 
 def test_the_outbox_of_a_peer_that_left_is_dropped(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
-    pair.meet()
+    pair.exchange()
     fill_until_queued(pair)
     pair.monitor.close()
     pair.link.close()
 
     def noticed() -> bool:
-        assert list(pair.node.receive()) == []  # ZeroMQ ends a connection when it is read to its end
+        assert list(pair.node.receive()) == []  # ZeroMQ closes a connection once all its messages are read
         if pair.node.flush() == [pair.self_id]:
             return True
         return not pair.node.has_pending and pair.node.send(pair.self_id, [b"x"]) is SendResult.UNREACHABLE
@@ -263,7 +263,7 @@ def test_the_outbox_of_a_peer_that_left_is_dropped(context: TransportContext, en
 def test_a_full_link_queues_and_then_counts_as_down(context: TransportContext):
     link = LinkSocket(context, new_incarnation(), TIGHT)
     link.open()
-    link.connect("tcp://127.0.0.1:1")  # nobody is there: with IMMEDIATE nothing is given to ZeroMQ
+    link.connect("tcp://127.0.0.1:1")  # no process listens: with IMMEDIATE, ZeroMQ accepts nothing
     results = [link.send([b"x"]) for _ in range(TIGHT.outbox_messages + 1)]
     assert results == [SendResult.QUEUED] * TIGHT.outbox_messages + [SendResult.UNREACHABLE]
     assert link.dropped == TIGHT.outbox_messages + 1
@@ -272,9 +272,9 @@ def test_a_full_link_queues_and_then_counts_as_down(context: TransportContext):
     link.close()
 
 
-def test_a_peer_that_comes_back_takes_its_place_over(context: TransportContext, endpoint: str):
+def test_a_peer_that_reconnects_replaces_its_old_connection(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint)
-    pair.meet()
+    pair.exchange()
     again = LinkSocket(context, pair.self_id, OPTIONS)
     again.open()
     again.connect(pair.bound)
@@ -294,13 +294,13 @@ def test_a_peer_without_an_incarnation_is_dropped_and_counted(pair: Pair):
     socket.send(b"who am I")
     wait_until(lambda: not list(pair.node.receive()) and pair.node.dropped["no_incarnation"])
     pair.context.close_socket(socket)
-    pair.meet()
+    pair.exchange()
 
 
 def test_an_oversized_frame_breaks_only_its_own_connection(context: TransportContext, tmp_path: Path):
     small = SocketOptions(max_frame_bytes=1000, reconnect_min_s=0.01, reconnect_max_s=0.02)
     pair = Pair(context, ipc_endpoint(tmp_path), small)
-    pair.meet()
+    pair.exchange()
     other = LinkSocket(context, new_incarnation(), small)
     other.open()
     other.connect(pair.bound)
@@ -323,7 +323,7 @@ def test_a_bind_beyond_loopback_is_refused(context: TransportContext, remote: st
     node.close()
 
 
-def test_a_bind_beyond_loopback_may_be_allowed(context: TransportContext):
+def test_allow_remote_permits_a_bind_beyond_loopback(context: TransportContext):
     node = NodeSocket(context, OPTIONS)
     assert node.bind("tcp://0.0.0.0:0", allow_remote=True).startswith("tcp://0.0.0.0:")
     node.close()
@@ -341,18 +341,18 @@ def test_an_address_in_use_is_a_configuration_error(pair: Pair):
     with pytest.raises(ConfigError, match=r"in use|listens there"):
         second.bind(pair.bound)
     second.close()
-    pair.meet()
+    pair.exchange()
 
 
-def test_a_name_within_the_process_is_free_as_soon_as_its_node_is_closed(context: TransportContext):
-    """libzmq frees it a little later, in a thread of its own: without unbinding one of five such binds fails."""
+def test_an_inproc_name_is_free_as_soon_as_its_node_is_closed(context: TransportContext):
+    """libzmq alone frees it later, in a thread of its own: without unbind, one in five such binds fails."""
     for _ in range(200):
         node = NodeSocket(context, OPTIONS)
         node.bind("inproc://again")
         node.close()
 
 
-def test_closing_takes_the_ipc_file_away(context: TransportContext, tmp_path: Path):
+def test_closing_removes_the_ipc_file(context: TransportContext, tmp_path: Path):
     node = NodeSocket(context, OPTIONS)
     node.bind(ipc_endpoint(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["s"]
@@ -360,7 +360,7 @@ def test_closing_takes_the_ipc_file_away(context: TransportContext, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_leaves_a_file_that_another_life_has_taken(context: TransportContext, tmp_path: Path):
+def test_closing_leaves_a_file_that_another_process_has_bound(context: TransportContext, tmp_path: Path):
     node = NodeSocket(context, OPTIONS)
     node.bind(ipc_endpoint(tmp_path))
     (tmp_path / "s").rename(tmp_path / "old")
@@ -370,7 +370,7 @@ def test_closing_leaves_a_file_that_another_life_has_taken(context: TransportCon
 
 
 @pytest.mark.parametrize("wrong", ["tcp://*:5555", "tcp://127.0.0.1:0", "tcp://0.0.0.0:1", "udp://127.0.0.1:1"])
-def test_what_cannot_be_connected_to_is_a_configuration_error(context: TransportContext, wrong: str):
+def test_connecting_to_an_invalid_endpoint_is_a_configuration_error(context: TransportContext, wrong: str):
     link = LinkSocket(context, new_incarnation(), OPTIONS)
     link.open()
     with pytest.raises(ConfigError):
@@ -378,7 +378,7 @@ def test_what_cannot_be_connected_to_is_a_configuration_error(context: Transport
     link.close()
 
 
-def test_the_context_tells_what_is_open_and_refuses_to_end(context: TransportContext):
+def test_the_context_lists_open_sockets_and_does_not_close_before_them(context: TransportContext):
     link = LinkSocket(context, new_incarnation(), OPTIONS)
     link.open()
     assert context.open_sockets() == ("link socket",)

@@ -1,4 +1,4 @@
-"""Poll loop, wakeup and inbox of a control thread; receiving in asyncio and uvloop."""
+"""Poll loop, waker and inbox of a control thread; receiving in asyncio and uvloop."""
 
 import asyncio
 import signal
@@ -21,7 +21,7 @@ from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.waker import (
     Inbox,
-    Wakeup,
+    Waker,
 )
 from tests.support.transport import DEADLINE_S, nothing_left, take_one, transport_context, wait_until
 
@@ -31,7 +31,7 @@ TIGHT = SocketOptions(high_water=2, outbox_messages=1000)
 
 @pytest.fixture(scope="module", autouse=True)
 def _uvloop_has_been_used() -> None:
-    """Its first loop opens descriptors that stay for the process."""
+    """The first uvloop opens descriptors that stay open in the process."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop):
         pass
 
@@ -43,8 +43,8 @@ def context() -> Iterator[TransportContext]:
 
 
 @pytest.fixture
-def wakeup() -> Iterator[Wakeup]:
-    made = Wakeup()
+def waker() -> Iterator[Waker]:
+    made = Waker()
     made.open()
     yield made
     made.close()
@@ -59,41 +59,41 @@ def connected(context: TransportContext, options: SocketOptions = OPTIONS) -> tu
     return node, link
 
 
-def test_set_wakes_the_loop_once_however_often_it_was_called(wakeup: Wakeup):
+def test_repeated_set_wakes_the_loop_once(waker: Waker):
     loop = PollLoop()
     woken: list[None] = []
 
     def on_ready() -> None:
-        wakeup.clear()
+        waker.clear()
         woken.append(None)
 
-    loop.add(wakeup, on_ready)
+    loop.add(waker, on_ready)
     for _ in range(100_000):  # more than the descriptor's buffer would take
-        wakeup.set()
+        waker.set()
     assert loop.run_once(DEADLINE_S) == 1
     assert loop.run_once(0) == 0
     assert len(woken) == 1
 
 
-def test_a_wakeup_that_came_before_open_counts():
-    wakeup = Wakeup()
-    wakeup.set()
-    wakeup.open()
+def test_a_set_before_open_wakes_the_loop():
+    waker = Waker()
+    waker.set()
+    waker.open()
     loop = PollLoop()
-    loop.add(wakeup, wakeup.clear)
+    loop.add(waker, waker.clear)
     assert loop.run_once(DEADLINE_S) == 1
-    loop.remove(wakeup)
-    wakeup.close()
-    wakeup.close()
-    wakeup.set()
-    wakeup.clear()
+    loop.remove(waker)
+    waker.close()
+    waker.close()
+    waker.set()
+    waker.clear()
 
 
-def test_an_inbox_loses_nothing_that_threads_put_in(wakeup: Wakeup):
-    inbox: Inbox[tuple[int, int]] = Inbox(wakeup)
+def test_an_inbox_loses_no_item(waker: Waker):
+    inbox: Inbox[tuple[int, int]] = Inbox(waker)
     loop = PollLoop()
     got: list[tuple[int, int]] = []
-    loop.add(wakeup, lambda: got.extend(inbox.take_all()))
+    loop.add(waker, lambda: got.extend(inbox.take_all()))
 
     def fill(name: int) -> None:
         for number in range(1000):
@@ -103,7 +103,7 @@ def test_an_inbox_loses_nothing_that_threads_put_in(wakeup: Wakeup):
     for thread in threads:
         thread.start()
     while len(got) < 3000:
-        assert loop.run_once(DEADLINE_S) == 1, "put in, but not woken"
+        assert loop.run_once(DEADLINE_S) == 1, "items were put in, but the loop was not woken"
     for thread in threads:
         thread.join()
     for name in range(3):
@@ -111,10 +111,10 @@ def test_an_inbox_loses_nothing_that_threads_put_in(wakeup: Wakeup):
     assert len(inbox) == 0
 
 
-def test_a_signal_handler_may_wake_the_loop(wakeup: Wakeup):
+def test_a_signal_handler_may_wake_the_loop(waker: Waker):
     loop = PollLoop()
-    loop.add(wakeup, wakeup.clear)
-    before = signal.signal(signal.SIGUSR1, lambda *_: wakeup.set())
+    loop.add(waker, waker.clear)
+    before = signal.signal(signal.SIGUSR1, lambda *_: waker.set())
     try:
         signal.raise_signal(signal.SIGUSR1)
         assert loop.run_once(DEADLINE_S) == 1
@@ -122,30 +122,30 @@ def test_a_signal_handler_may_wake_the_loop(wakeup: Wakeup):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_loop_serves_node_link_and_wakeup(context: TransportContext, wakeup: Wakeup):
+def test_the_loop_serves_node_link_and_waker(context: TransportContext, waker: Waker):
     node, link = connected(context)
     loop = PollLoop()
-    heard: list[str] = []
+    called: list[str] = []
 
     def echo() -> None:
         for peer, frames in node.receive():
-            heard.append("node")
+            called.append("node")
             node.send(peer, frames)
 
     def listen() -> None:
-        heard.extend("link" for _ in link.receive())
-        wakeup.set()
+        called.extend("link" for _ in link.receive())
+        waker.set()
 
     def woken() -> None:
-        wakeup.clear()
-        heard.append("wakeup")
+        waker.clear()
+        called.append("waker")
 
     loop.add(node, echo)
     loop.add(link, listen)
-    loop.add(wakeup, woken)
+    loop.add(waker, woken)
     link.send([b"x"])
-    wait_until(lambda: heard == ["node", "link", "wakeup"], step=lambda: (link.flush(), loop.run_once(0.01)))
-    for source in (node, link, wakeup):
+    wait_until(lambda: called == ["node", "link", "waker"], step=lambda: (link.flush(), loop.run_once(0.01)))
+    for source in (node, link, waker):
         loop.remove(source)
     assert len(loop) == 0
     link.close()
@@ -153,14 +153,14 @@ def test_the_loop_serves_node_link_and_wakeup(context: TransportContext, wakeup:
 
 
 def test_a_source_may_be_removed_by_another_callback_of_the_same_round():
-    first, second = Wakeup(), Wakeup()
-    for wakeup in (first, second):
-        wakeup.open()
-        wakeup.set()
+    first, second = Waker(), Waker()
+    for waker in (first, second):
+        waker.open()
+        waker.set()
     loop = PollLoop()
     called: list[str] = []
 
-    def on_ready(name: str, other: Wakeup) -> Callable[[], None]:
+    def on_ready(name: str, other: Waker) -> Callable[[], None]:
         def run() -> None:
             called.append(name)
             loop.remove(other)
@@ -175,14 +175,14 @@ def test_a_source_may_be_removed_by_another_callback_of_the_same_round():
     second.close()
 
 
-def test_a_source_is_watched_once(wakeup: Wakeup):
+def test_a_source_is_watched_once(waker: Waker):
     loop = PollLoop()
-    loop.add(wakeup, wakeup.clear)
+    loop.add(waker, waker.clear)
     with pytest.raises(InvariantError):
-        loop.add(wakeup, wakeup.clear)
+        loop.add(waker, waker.clear)
 
 
-def test_want_room_tells_when_a_full_link_takes_messages_again(context: TransportContext):
+def test_watch_writable_reports_when_a_full_link_has_room_again(context: TransportContext):
     node, link = connected(context, TIGHT)
     link.send([b"hello"])
     take_one(node.receive, step=link.flush)
@@ -190,9 +190,9 @@ def test_want_room_tells_when_a_full_link_takes_messages_again(context: Transpor
         pass
     loop = PollLoop()
     loop.add(link, link.flush)
-    loop.want_room(link, True)
+    loop.watch_writable(link, True)
     wait_until(lambda: not link.has_pending, step=lambda: (list(node.receive()), loop.run_once(0.01)))
-    loop.want_room(link, False)
+    loop.watch_writable(link, False)
     assert loop.run_once(0) == 0
     link.close()
     node.close()
@@ -210,7 +210,7 @@ def run_in(make_loop: Callable[[], asyncio.AbstractEventLoop], main: Callable[[]
 def test_async_round_trips_with_sends_between(
     context: TransportContext, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ):
-    """Each answer triggers sends, which use up the descriptor's signal: no message may be left lying."""
+    """Each answer triggers sends, which consume the descriptor's signal: no message may remain unread."""
     rounds, burst = 200, 5
     node, link = connected(context)
     stop = threading.Event()
@@ -255,7 +255,7 @@ def test_async_round_trips_with_sends_between(
 
 
 @LOOPS
-def test_async_takes_more_than_a_batch_and_what_came_before_it_opened(
+def test_async_receives_more_than_a_batch_and_what_arrived_before_open(
     context: TransportContext, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ):
     node, link = connected(context)
@@ -286,7 +286,7 @@ def test_async_takes_more_than_a_batch_and_what_came_before_it_opened(
 
 
 @LOOPS
-def test_async_goes_on_after_a_callback_that_raised_and_stops_when_closed_by_one(
+def test_async_continues_after_a_callback_raised_and_stops_when_closed_by_one(
     context: TransportContext, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ):
     node, link = connected(context)
@@ -300,7 +300,7 @@ def test_async_goes_on_after_a_callback_that_raised_and_stops_when_closed_by_one
         done = loop.create_future()
         raised: list[object] = []
         got: list[bytes] = []
-        loop.set_exception_handler(lambda _, story: raised.append(story["exception"]))
+        loop.set_exception_handler(lambda _, details: raised.append(details["exception"]))
 
         def on_message(frames: list[Frame]) -> None:
             got.append(bytes(frames[0]))
@@ -313,7 +313,7 @@ def test_async_goes_on_after_a_callback_that_raised_and_stops_when_closed_by_one
         receiver = AsyncReceiver(loop, link, on_message)
         receiver.open()
         await done
-        await asyncio.wait_for(loop.run_in_executor(None, lambda: None), DEADLINE_S)  # a turn of the loop
+        await asyncio.wait_for(loop.run_in_executor(None, lambda: None), DEADLINE_S)  # one iteration of the loop
         assert got == [b"bad", b"good", b"last"]
         assert [type(error) for error in raised] == [ValueError]
 
@@ -323,10 +323,10 @@ def test_async_goes_on_after_a_callback_that_raised_and_stops_when_closed_by_one
 
 
 @LOOPS
-def test_async_flushes_a_full_link_and_hears_its_monitor(
+def test_async_flushes_a_full_link_and_receives_monitor_events(
     context: TransportContext, make_loop: Callable[[], asyncio.AbstractEventLoop]
 ):
-    """Nothing but the descriptor tells that the connection stands: there is no timer in this test."""
+    """Only the descriptor signals that the connection is up: this test has no timer."""
     node = NodeSocket(context, OPTIONS)
     bound = node.bind("tcp://127.0.0.1:0")
     link = LinkSocket(context, new_incarnation(), TIGHT)
@@ -335,14 +335,14 @@ def test_async_flushes_a_full_link_and_hears_its_monitor(
     monitor.open()
     link.connect(bound)
     stop = threading.Event()
-    came: list[bytes] = []
+    received: list[bytes] = []
 
     def serve() -> None:
         while not stop.is_set():
             node.poll_handle.poll(10)
             for peer, frames in node.receive():
-                came.append(bytes(frames[0][:4]))
-                node.send(peer, [b"%d" % len(came)])
+                received.append(bytes(frames[0][:4]))
+                node.send(peer, [b"%d" % len(received)])
 
     server = threading.Thread(target=serve)
     server.start()
@@ -371,21 +371,21 @@ def test_async_flushes_a_full_link_and_hears_its_monitor(
     run_in(make_loop, main)
     stop.set()
     server.join()
-    assert came == [number.to_bytes(4, "little") for number in range(total)]
+    assert received == [number.to_bytes(4, "little") for number in range(total)]
     monitor.close()
     link.close()
     node.close()
 
 
-def test_contexts_links_and_wakeups_leave_no_descriptor_behind():
+def test_contexts_links_and_wakers_leave_no_descriptor_behind():
     with nothing_left():
         for _ in range(5):
             with transport_context() as context:
                 node, link = connected(context)
-                wakeup = Wakeup()
-                wakeup.open()
+                waker = Waker()
+                waker.open()
                 link.send([b"x"])
                 take_one(node.receive, step=link.flush)
-                wakeup.close()
+                waker.close()
                 link.close()
                 node.close()

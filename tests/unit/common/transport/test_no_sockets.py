@@ -1,4 +1,4 @@
-"""A process that has no socket or thread left: what it cannot have is told of and tried again; nothing ends by it."""
+"""A process that runs out of sockets or threads: it logs what it cannot open, retries, and keeps running."""
 
 import itertools
 import logging
@@ -27,13 +27,13 @@ from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
 from tests.support.transport import closing, opened, transport_context, wait_until
 
 HELLO = Hello(kind="worker", name="w")
-LACKING = (0, 1, 2)
-"""So many sockets are left for a link: it needs one, one for its monitor, and ZeroMQ makes one more to feed that."""
+SOCKETS_LEFT = (0, 1, 2)
+"""The number of sockets left for a link. It needs one, its monitor one, and ZeroMQ opens one to feed the monitor."""
 TABLE = (3, 1, 6)
 
 
-@pytest.mark.parametrize("left_over", LACKING)
-def test_links_beyond_what_there_is_wait_until_one_is_closed(
+@pytest.mark.parametrize("left_over", SOCKETS_LEFT)
+def test_links_beyond_the_limit_wait_until_one_is_closed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_over: int
 ):
     monkeypatch.setattr(context_module, "MAX_SOCKETS", 12 + left_over)
@@ -47,37 +47,37 @@ def test_links_beyond_what_there_is_wait_until_one_is_closed(
             lambda event: None,
             logging.getLogger("tests.links"),
         )
-        endpoints = [f"inproc://nobody-{number}" for number in range(12)]
+        endpoints = [f"inproc://absent-{number}" for number in range(12)]
         for endpoint in endpoints:
             links.open(endpoint)
         opened = list(links.endpoints())
         assert 0 < len(opened) < len(endpoints)
-        assert len(context.open_sockets()) == 2 * len(opened)  # nothing half made
+        assert len(context.open_sockets()) == 2 * len(opened)  # no link is half open
         waiting = endpoints[len(opened)]
         for _ in range(3):
             links.send_unaddressed(waiting, HELLO)
         assert list(links.endpoints()) == opened
-        told = [record.getMessage() for record in caplog.records]
-        assert len(told) == len(endpoints) - len(opened)  # once each, however often it is tried
-        assert all("ulimit -n" in text for text in told)
+        logged = [record.getMessage() for record in caplog.records]
+        assert len(logged) == len(endpoints) - len(opened)  # once each, however often it is retried
+        assert all("ulimit -n" in text for text in logged)
         for endpoint in opened:
             links.close(endpoint)
-        # A socket that is closed is given back by ZeroMQ's own thread, some time.
+        # ZeroMQ's own thread releases a closed socket some time later.
         wait_until(lambda: waiting in links.endpoints(), step=lambda: links.send_unaddressed(waiting, HELLO))
         links.close_all()
 
 
-def test_what_cannot_be_opened_is_named(monkeypatch: pytest.MonkeyPatch):
+def test_the_error_names_the_socket(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(context_module, "MAX_SOCKETS", 1)
     with transport_context() as context:
-        only = context.open_socket(zmq.PAIR, "the only one")
-        with pytest.raises(OutOfSocketsError, match=r"no node socket at x: Too many open files \(see"):
+        only = context.open_socket(zmq.PAIR, "the only socket")
+        with pytest.raises(OutOfSocketsError, match=r"cannot open node socket at x: Too many open files; .*ulimit -n"):
             context.open_socket(zmq.PAIR, "node socket at x")
         context.close_socket(only)
 
 
-@pytest.mark.parametrize("left_over", LACKING)
-def test_a_kv_link_that_cannot_be_had_fails_its_pieces_and_is_tried_again_with_each(
+@pytest.mark.parametrize("left_over", SOCKETS_LEFT)
+def test_a_kv_link_that_cannot_be_opened_fails_its_pieces_and_is_retried_with_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_over: int
 ):
     cache, posted = MemoryCache(), Posted()
@@ -86,11 +86,13 @@ def test_a_kv_link_that_cannot_be_had_fails_its_pieces_and_is_tried_again_with_e
         self_id, you = new_incarnation(), new_incarnation()
         receiver = ZmqKvMover(theirs, you, "tcp://127.0.0.1:0", MemoryCache(), Limits(), Posted())
         endpoint = receiver.start()
-        monkeypatch.setattr(TransportContext, "prepare_zero_copy", lambda self: None)  # done, and its sockets count
+        monkeypatch.setattr(
+            TransportContext, "prepare_zero_copy", lambda self: None
+        )  # already done; its sockets would count
         monkeypatch.setattr(context_module, "MAX_SOCKETS", 4)
         sender = ZmqKvMover(ours, self_id, "inproc://sender", cache, Limits(), posted)
         sender.start()
-        others = [ours.open_socket(zmq.PAIR, "another's") for _ in range(3 - left_over)]
+        others = [ours.open_socket(zmq.PAIR, "unrelated") for _ in range(3 - left_over)]
         key = key_between(self_id, you)
         receiver.expect(key, TABLE)
         sender.open(you, endpoint)
@@ -103,8 +105,8 @@ def test_a_kv_link_that_cannot_be_had_fails_its_pieces_and_is_tried_again_with_e
             send()
         wait_until(lambda: posted.all() == [KvSendFailed(key, "no link to this node")] * 3)
         assert len(ours.open_sockets()) == 1 + len(others)
-        (told,) = [record.getMessage() for record in caplog.records]
-        assert told.startswith(f"no KV can be sent: no link to {endpoint}: Too many open files (see")
+        (logged,) = [record.getMessage() for record in caplog.records]
+        assert f"cannot open link to {endpoint}: Too many open files; " in logged
         for other in others:
             ours.close_socket(other)
         wait_until(lambda: posted.of(PieceSent), step=send)
@@ -112,7 +114,7 @@ def test_a_kv_link_that_cannot_be_had_fails_its_pieces_and_is_tried_again_with_e
         sender.close()
 
 
-def test_without_a_thread_a_probe_finds_nothing_out_and_the_node_goes_on(
+def test_without_a_thread_a_probe_is_unknown_and_the_node_keeps_running(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(thread: threading.Thread) -> None:
@@ -124,10 +126,10 @@ def test_without_a_thread_a_probe_finds_nothing_out_and_the_node_goes_on(
     watcher = PollWatcher(PollLoop(), calls.append)
     for _ in range(2):
         watcher.probe("tcp://127.0.0.1:1", 1.0, results.append)
-    assert results == []  # from the loop, as ever
+    assert results == []  # only from the loop, as usual
     for call in calls:
         call()
     assert results == [ProbeResult.UNKNOWN] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "tcp://127.0.0.1:1 cannot be probed: can't start new thread"
+        "cannot probe tcp://127.0.0.1:1: can't start new thread"
     ]

@@ -1,4 +1,4 @@
-"""A link that is read while its node dies and comes back, again and again. In a process of its own: libzmq aborts."""
+"""A link that is read while its node dies and restarts, again and again. In a child process: libzmq could abort it."""
 
 import subprocess
 import sys
@@ -15,15 +15,15 @@ from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import SocketOptions
 from tests.support.transport import bind_again, wait_until
 
-LIVES = 60
+INCARNATIONS = 60
 MESSAGES = 2000
 OPTIONS = SocketOptions(high_water=0, reconnect_min_s=0.001, reconnect_max_s=0.001)
 FRAMES = [b"type", b"header", b"ids"]
 
 
 def _serve(context: TransportContext, places: list[str]) -> None:
-    """Lives of a node at one address; each sends a burst of messages and ends before all are taken."""
-    for _ in range(LIVES):
+    """Incarnations of a node at one address; each sends a burst of messages and exits before all are received."""
+    for _ in range(INCARNATIONS):
         node = NodeSocket(context, OPTIONS)
         if places:
             bind_again(node, places[0])
@@ -54,7 +54,7 @@ def _read(context: TransportContext, places: list[str], server: threading.Thread
         for frames in link.receive(128):
             assert frames == FRAMES
             count += 1
-            time.sleep(0)  # the other threads go on meanwhile, as they do while a message is handled
+            time.sleep(0)  # lets the other threads run, as they do while a message is handled
     link.close()
     return count
 
@@ -69,7 +69,7 @@ def main() -> None:
     context.close()
 
 
-def test_connection_made_anew_while_messages_are_read() -> None:
+def test_reconnecting_while_messages_are_read() -> None:
     done = subprocess.run((sys.executable, "-m", __name__), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""The bounded queue of one peer."""
+"""The bounded queue of messages for one peer."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ MESSAGES = st.lists(st.binary(max_size=4), min_size=1, max_size=3)
 
 @given(st.lists(MESSAGES | st.just(None)), st.integers(0, 4), st.integers(0, 16))
 def test_it_behaves_like_a_bounded_list(script: list[list[bytes] | None], max_messages: int, max_bytes: int):
-    """None takes one out."""
+    """None in the script pops a message."""
     outbox = Outbox(max_messages, max_bytes)
     model: list[list[bytes]] = []
     for step in script:

@@ -1,4 +1,4 @@
-"""The plain connection attempt that tells a refusal."""
+"""Connection attempts that detect a refusal."""
 
 import asyncio
 import socket
@@ -48,7 +48,7 @@ def test_ipc(any_probe: Probe, tmp_path: Path):
 
 
 def test_no_answer_is_a_timeout(any_probe: Probe):
-    """A listener whose queue is full answers nothing."""
+    """A listener with a full backlog does not answer."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -74,6 +74,6 @@ def test_inproc_cannot_be_probed(any_probe: Probe):
     assert any_probe("inproc://x", DEADLINE_S) is ProbeResult.UNKNOWN
 
 
-def test_what_is_no_endpoint_is_a_configuration_error(any_probe: Probe):
+def test_an_invalid_endpoint_is_a_configuration_error(any_probe: Probe):
     with pytest.raises(ConfigError):
         any_probe("127.0.0.1:80", DEADLINE_S)

@@ -62,7 +62,7 @@ def test_nodes_share_the_memory_that_their_caches_leave():
 
 
 def test_drains_keep_within_the_stop_bound():
-    timers = served("serve.stop_bound_s=20", "timers.node_drain_s=7").timers
+    timers = served("serve.stop_timeout_s=20", "timers.node_drain_s=7").timers
     assert (timers.worker_drain_s, timers.node_drain_s) == (20, 7)
 
 
@@ -105,10 +105,10 @@ def test_unsplit_nodes_stand_in_place_of_split_ones_or_beside_them(settings: tup
 
 
 def test_a_child_may_take_longer_to_stop_than_its_drain():
-    config = served("serve.stop_bound_s=20")
+    config = served("serve.stop_timeout_s=20")
     for child in cluster_children(config, FILE, RUN_DIR, 5):
         drain_s = {Stage.ROUTER: 20, Stage.PREFILL: 20, Stage.DECODE: 20, Stage.PROXY: 0}[child.plan.stage]
-        assert child.plan.stop_bound_s > drain_s
+        assert child.plan.stop_timeout_s > drain_s
 
 
 def test_gunicorn_gets_the_listening_socket_and_an_empty_metrics_directory():

@@ -1,4 +1,4 @@
-"""New requests that no pair of nodes can serve yet: they wait in their worker for new_wait_s. Rule 35."""
+"""New requests that no pair of nodes can serve yet: they wait in their worker for new_request_wait_s. Rule 35."""
 
 from array import array
 from collections.abc import Collection
@@ -98,7 +98,7 @@ def test_waiting_requests_start_together_oldest_first(bench):
 
 
 def test_new_wait_s_of_zero_refuses_immediately(bench):
-    bench.core.timers = Timers(new_wait_s=0.0)
+    bench.core.timers = Timers(new_request_wait_s=0.0)
     with pytest.raises(UnavailableError, match="no decode node"):
         bench.submit(0.2)
     assert bench.core.is_quiescent()

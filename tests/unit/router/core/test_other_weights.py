@@ -28,7 +28,7 @@ from tests.support.generate_request import generate_request
 
 SELF_ID = Incarnation("f" * 32)
 REQUEST = RequestId("a" * 32)
-TIMERS = Timers(stranded_wait_s=5.0)
+TIMERS = Timers(migration_wait_s=5.0)
 
 
 class Bench:
@@ -107,7 +107,7 @@ def test_a_stream_whose_weights_are_gone_ends_with_that_reason(bench: Bench) -> 
     start(bench)
     bench.node("new", weights="new")
     bench.die("old")
-    ended = [effect.event for effect in bench.ticks(TIMERS.stranded_wait_s + 1.0) if isinstance(effect, FinishRequest)]
+    ended = [effect.event for effect in bench.ticks(TIMERS.migration_wait_s + 1.0) if isinstance(effect, FinishRequest)]
     assert [type(event.error) for event in ended] == [UnavailableError]
     assert str(ended[0].error) == "no live node still serves the weights of 'm' that produced the first tokens"
     assert bench.core.is_quiescent()
@@ -116,7 +116,7 @@ def test_a_stream_whose_weights_are_gone_ends_with_that_reason(bench: Bench) -> 
 def test_a_stream_waits_while_no_node_serves_its_model(bench: Bench) -> None:
     start(bench)
     bench.die("old")
-    assert not [effect for effect in bench.ticks(TIMERS.stranded_wait_s + 5.0) if isinstance(effect, FinishRequest)]
+    assert not [effect for effect in bench.ticks(TIMERS.migration_wait_s + 5.0) if isinstance(effect, FinishRequest)]
     bench.node("again")
     assert jobs(bench.ticks(bench.now + 1.0)) == [bench.nodes["again"]]
 
@@ -153,6 +153,6 @@ def test_a_long_request_ends_when_only_nodes_with_lower_limits_are_left(bench: B
     bench.node("wide")
     assert jobs(bench.submit(max_new_tokens=50)) == [bench.nodes["wide"]]
     bench.node("short", length=32)
-    ended = [*bench.die("wide"), *bench.ticks(TIMERS.stranded_wait_s + 1.0)]
+    ended = [*bench.die("wide"), *bench.ticks(TIMERS.migration_wait_s + 1.0)]
     (end,) = [effect.event for effect in ended if isinstance(effect, FinishRequest)]
     assert str(end.error) == "no live pair of nodes takes a request of 53 tokens; all have lower limits"

@@ -25,7 +25,7 @@ BOUND = 20
 def bench():
     """A worker that places at most twenty tokens again at one prefill node."""
     bench = Bench()
-    bench.core._table.limits = Limits(retry_tokens=BOUND)
+    bench.core._table.limits = Limits(retry_tokens_per_node=BOUND)
     bench.core.handle(Tick(), 0.0)
     return bench
 

@@ -1,4 +1,4 @@
-"""A peer that says Hello and then whatever a test wants: to nodes it is a client like any other."""
+"""A peer that sends Hello and then any messages a test wants. To nodes it is a client like any other."""
 
 import asyncio
 
@@ -16,23 +16,23 @@ from kvferry.common.transport.options import SocketOptions
 from tests.support.eventually import eventually
 
 NUMBER = 2**40
-"""Above the `as_of` of every list: plans with it are wanted, listed or not."""
+"""Above the `as_of` of every heartbeat: placements with this number count as wanted, listed or not."""
 
 
-class Stranger:
-    """One link to one node. Use `meet` first, `leave` last."""
+class UnauthenticatedPeer:
+    """One link to one node. Call `meet` first and `leave` last."""
 
     def __init__(self, context: TransportContext, kind: ClientKind, compatibility: Compatibility | None = None) -> None:
         self.incarnation = new_incarnation()
         self.peer = Incarnation("")
         self.heard: list[Message] = []
-        """Everything that came, in order; `listen` takes more in."""
-        self._hello = Hello(kind=kind, name="stranger", compatibility=compatibility)
+        """All received messages, in order; `listen` receives more."""
+        self._hello = Hello(kind=kind, name="unauthenticated", compatibility=compatibility)
         self._link = LinkSocket(context, self.incarnation, SocketOptions.control(Limits(), Timers()))
-        self._beat_no = 0
+        self._heartbeat_no = 0
 
     async def meet(self, endpoint: str) -> None:
-        """Say Hello until there is a Welcome."""
+        """Send Hello until a Welcome arrives."""
         self._link.open()
         self._link.connect(endpoint)
 
@@ -44,16 +44,16 @@ class Stranger:
         await eventually(welcomed, "Welcome")
 
     def say(self, message: Message) -> None:
-        """Send it, to the life that answered Hello."""
+        """Send a message to the incarnation that answered Hello."""
         self._link.send(encode(Envelope(self.incarnation, self.peer, message), Limits()))
 
-    def beat(self, *entries: WantedRequest, last: bool = False) -> None:
-        """Send a list."""
-        self._beat_no += 1
-        self.say(Heartbeat(heartbeat_no=self._beat_no, as_of=NUMBER - 1, wanted=entries, last=last))
+    def send_heartbeat(self, *entries: WantedRequest, last: bool = False) -> None:
+        """Send a heartbeat with these wanted requests."""
+        self._heartbeat_no += 1
+        self.say(Heartbeat(heartbeat_no=self._heartbeat_no, as_of=NUMBER - 1, wanted=entries, last=last))
 
     def listen(self) -> list[Message]:
-        """Take in what is there; all that was heard so far."""
+        """Receive the available messages; returns all received so far."""
         for frames in self._link.receive():
             envelope = decode(frames, Limits())
             if isinstance(envelope.message, Welcome):
@@ -62,12 +62,12 @@ class Stranger:
         return self.heard
 
     async def hear(self, kind: type[Message]) -> Message:
-        """The first message of this type, as soon as it is there."""
+        """Wait for the first message of this type."""
         await eventually(lambda: any(isinstance(m, kind) for m in self.listen()), kind.__name__)
         return next(message for message in self.heard if isinstance(message, kind))
 
     async def leave(self) -> None:
-        """Give up all that it had, and close."""
-        self.beat(last=True)
+        """Send a last heartbeat that wants nothing, and close."""
+        self.send_heartbeat(last=True)
         await asyncio.sleep(0)
         self._link.close()
