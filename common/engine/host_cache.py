@@ -1,6 +1,6 @@
-"""KV blocks in host memory, for sequences that were swapped out: the copies between them and a cache on the device.
+"""KV blocks in host memory for swapped-out sequences, and the copies to and from the cache on the device.
 
-A block keeps the device's own layout. Which block belongs to whom is decided elsewhere; nothing here checks it.
+A block keeps the device's own layout. Block ownership is decided by the scheduler; nothing here checks it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,21 +13,21 @@ from kvferry.common.engine.kv_cache import KvCache
 
 
 class HostCache:
-    """Copies are queued behind the calling thread's work on the device, and are done when it has synchronised."""
+    """Host blocks. Copies are queued on the calling thread's stream and are complete when it has synchronised."""
 
     def __init__(self, device: Device, cache: KvCache, num_blocks: int) -> None:
-        """Takes cache.bytes_per_token * cache.block_size * num_blocks bytes of the host, page-locked where that helps.
+        """Allocates cache.bytes_per_token * cache.block_size * num_blocks host bytes, pinned if the device gains by it.
 
-        0 blocks take nothing.
+        With 0 blocks nothing is allocated.
         """
         self.num_blocks = num_blocks
         self._pairs = [
             (tensor, _like(device, tensor, num_blocks)) for layer in cache.layers for tensor in layer if num_blocks
         ]
-        """(cache tensor on the device, the same for the host's blocks): the first axis of both is the block."""
+        """(cache tensor on the device, its host counterpart): the first axis of both is the block."""
 
     def copy_out(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Device to host, first to first. ValueError: not as many of the one as of the other."""
+        """Copy device blocks to host blocks, in order. Raises ValueError when the lengths differ."""
         for device_start, host_start, count in runs(device_blocks, host_blocks):
             for tensor, host in self._pairs:
                 host[host_start : host_start + count].copy_(
@@ -35,7 +35,7 @@ class HostCache:
                 )
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Host to device, first to first. ValueError: not as many of the one as of the other."""
+        """Copy host blocks to device blocks, in order. Raises ValueError when the lengths differ."""
         for device_start, host_start, count in runs(device_blocks, host_blocks):
             for tensor, host in self._pairs:
                 tensor[device_start : device_start + count].copy_(
@@ -43,24 +43,24 @@ class HostCache:
                 )
 
     def check_invariants(self) -> None:
-        """Every cache tensor has its counterpart of the same blocks. Raises InvariantError."""
+        """Every cache tensor has a host counterpart of the same block shape. Raises InvariantError."""
         for tensor, host in self._pairs:
             if host.shape != (self.num_blocks, *tensor.shape[1:]) or host.dtype != tensor.dtype:
                 raise InvariantError(f"host blocks {tuple(host.shape)} do not fit a cache of {tuple(tensor.shape)}")
 
 
 def runs(first: Sequence[int], second: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(start in first, start in second, length) of the stretches in which both go up by one: each is one copy."""
-    start = other = count = 0
+    """(start in first, start in second, length) of the runs in which both increase by one: each run is one copy."""
+    first_start = second_start = count = 0
     for one, two in zip(first, second, strict=True):
-        if count and (one, two) == (start + count, other + count):
+        if count and (one, two) == (first_start + count, second_start + count):
             count += 1
             continue
         if count:
-            yield start, other, count
-        start, other, count = one, two, 1
+            yield first_start, second_start, count
+        first_start, second_start, count = one, two, 1
     if count:
-        yield start, other, count
+        yield first_start, second_start, count
 
 
 def _like(device: Device, tensor: Tensor, num_blocks: int) -> Tensor:

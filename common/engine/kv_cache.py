@@ -1,7 +1,7 @@
-"""A model's paged KV cache on one device, and the same as bytes in the wire's order. Knows no transport.
+"""A model's paged KV cache on one device, and its conversion to and from wire order. Knows no transport.
 
-The wire's order is [layer, cache tensor, token, *shape_per_token], each value in the cache's dtype, whatever the
-device's physical layout. Which block belongs to whom is decided elsewhere; nothing here checks it.
+Wire order is [layer, cache tensor, token, *shape_per_token], each value in the cache's dtype, whatever the device's
+physical layout. Block ownership is decided by the scheduler; nothing here checks it.
 """
 
 import math
@@ -15,17 +15,16 @@ from kvferry.common.device.base import Device, KvTensorSpec
 
 
 def bytes_per_token(specs: Sequence[KvTensorSpec], num_layers: int) -> int:
-    """Bytes that one token takes over `num_layers` layers."""
+    """Bytes of one token over `num_layers` layers."""
     return num_layers * sum(math.prod(spec.shape_per_token) * spec.dtype.itemsize for spec in specs)
 
 
 def num_blocks_for(kv_cache_bytes: int, specs: Sequence[KvTensorSpec], num_layers: int, block_size: int) -> int:
-    """How many blocks fit into `kv_cache_bytes`."""
     return kv_cache_bytes // (bytes_per_token(specs, num_layers) * block_size)
 
 
 class KvCache:
-    """The cache tensors of all layers. The constructor allocates them all."""
+    """The cache tensors of all layers, allocated by the constructor."""
 
     def __init__(
         self,
@@ -36,8 +35,8 @@ class KvCache:
         block_size: int,
         num_scratch_blocks: int = 0,
     ) -> None:
-        """Scratch blocks come after the others. They are no sequence's, and nobody reads or writes them for one: rows
-        that fill up a batch have their KV there."""
+        """Scratch blocks follow the `num_blocks` normal ones. No sequence owns them: they take the KV of the padding
+        rows of recorded steps."""
         if min(num_layers, num_blocks, block_size) < 1:
             raise ValueError(
                 f"a cache of {num_layers} layers, {num_blocks} blocks of {block_size} tokens holds nothing"
@@ -51,7 +50,7 @@ class KvCache:
         self.layers = tuple(
             device.allocate_layer_cache(specs, num_blocks + num_scratch_blocks, block_size) for _ in range(num_layers)
         )
-        """One tuple of cache tensors a layer, in the device's layout."""
+        """One tuple of cache tensors per layer, in the device's layout."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -60,20 +59,20 @@ class KvCache:
 
     @property
     def num_bytes(self) -> int:
-        """What all blocks take that sequences may have."""
+        """Size of all blocks but the scratch blocks."""
         return self.bytes_per_token * self.block_size * self.num_blocks
 
     def range_bytes(self, layer_start: int, layer_end: int, token_start: int, token_end: int) -> int:
-        """Length of what `read` gives and `write` takes for these layers and tokens."""
+        """Number of bytes that `read` returns and `write` expects for these layers and tokens."""
         return bytes_per_token(self.specs, layer_end - layer_start) * (token_end - token_start)
 
     def read(
         self, layer_start: int, layer_end: int, block_table: Sequence[int], token_start: int, token_end: int
     ) -> memoryview:
-        """Layers and tokens [start, end) of one sequence as bytes of their own, in the wire's order.
+        """Copy layers and tokens [start, end) of one sequence, in wire order.
 
-        Token positions index the sequence whose blocks, from position 0 on, are `block_table`. Runs beside the compute:
-        what is read must be complete.
+        Token positions index the sequence whose blocks, from position 0 on, are `block_table`. Runs on a side stream,
+        concurrently with compute: the KV that is read must be complete.
         """
         self._check_range(layer_start, layer_end, block_table, token_start, token_end)
         out = self._device.pinned_empty(self.range_bytes(layer_start, layer_end, token_start, token_end))
@@ -98,10 +97,10 @@ class KvCache:
         token_end: int,
         data: bytes | bytearray | memoryview,
     ) -> None:
-        """Put what `read` gave, here or on another node, at the same tokens of `block_table`.
+        """Write the bytes that `read` returned, here or on another node, to the same tokens of `block_table`.
 
-        Raises ValueError when the length is not that of the range. Runs beside the compute: nobody may be using the
-        tokens' places.
+        Raises ValueError when the number of bytes does not match the range. Runs on a side stream, concurrently with
+        compute: no running step may use these tokens' slots.
         """
         self._check_range(layer_start, layer_end, block_table, token_start, token_end)
         expected = self.range_bytes(layer_start, layer_end, token_start, token_end)
@@ -122,7 +121,7 @@ class KvCache:
                     at += size
 
     def check_invariants(self) -> None:
-        """Every layer has its tensors, of the right size. Raises InvariantError."""
+        """Every layer has tensors of the expected size and dtype. Raises InvariantError."""
         for index, layer in enumerate(self.layers):
             for cache, spec in zip(layer, self.specs, strict=True):
                 wanted = self.scratch_blocks.stop * self.block_size * math.prod(spec.shape_per_token)
@@ -135,7 +134,7 @@ class KvCache:
         return (blocks * self.block_size + positions % self.block_size).to(self._device.torch_device)
 
     def _on_device(self, block_ids: Sequence[int]) -> Tensor:
-        # 32 bits from the start: what a device gathers by (`paged.py`), so nothing is converted over there.
+        # 32 bits, as devices gather by (`paged.py`): no conversion on the device.
         return torch.tensor(block_ids, dtype=torch.int32).to(self._device.torch_device)
 
     def _check_range(
@@ -151,16 +150,16 @@ class KvCache:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a uint8 host tensor."""
-    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # numpy's arrays are buffers; their stubs say so late
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]  # numpy's stubs do not declare the buffer protocol
 
 
 def _typed(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 as another dtype; copied first where tensors of several dtypes left it at an odd address."""
+    """View uint8 as another dtype; copied first if tensors of several dtypes left it at an unaligned offset."""
     return (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype)
 
 
 def _put(out: Tensor, at: int, part: Tensor, spec: KvTensorSpec) -> int:
-    """Copy `part` [tokens, *shape] into the bytes `out` from `at` on; the offset behind it."""
+    """Copy `part` [tokens, *shape] into the bytes `out` from `at` on; returns the end offset."""
     end = at + part.numel() * spec.dtype.itemsize
     if at % spec.dtype.itemsize == 0:
         out[at:end].view(spec.dtype).view(part.shape).copy_(part, non_blocking=True)

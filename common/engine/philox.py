@@ -1,7 +1,7 @@
-"""A counter-based random generator: noise as a function of (seed, position, token id), with no state to carry along.
+"""A stateless, counter-based random generator: noise as a function of (seed, position, token id). Pure.
 
-Philox-4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). Whoever knows
-the seed and the position draws the same number: alone, in a batch, on another node, after a restart.
+Philox-4x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011). Equal seed and
+position give equal numbers: alone, in a batch, on another node, after a restart.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ _UNIFORM_BITS = 52
 
 
 def philox_4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """counter [4, n] and key [2, n], 32-bit values in uint64 -> [4, n] random 32-bit values."""
+    """counter [4, n] and key [2, n], 32-bit values in uint64 -> [4, n] random 32-bit values in uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -30,7 +30,7 @@ def philox_4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray
 def uniform(
     seeds: NDArray[np.uint64], positions: NDArray[np.uint64], tokens: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """Any shapes that broadcast -> in (0, 1), exclusive on both sides, from 52 random bits.
+    """Broadcastable shapes -> numbers in the open interval (0, 1) with 52 random bits.
 
     One counter serves two neighbouring token ids, 64 bits each.
     """
@@ -51,7 +51,7 @@ def uniform_of_all(seed: int, position: int, num_tokens: int) -> NDArray[np.floa
 
 
 def gumbel(uniform_numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Standard Gumbel noise: the largest of log-weight + noise is a draw by weight."""
+    """Standard Gumbel noise: arg-max of log-weight + noise is a sample by weight."""
     noise: NDArray[np.float64] = -np.log(-np.log(uniform_numbers))
     return noise
 

@@ -103,7 +103,7 @@ class WeightLoader:
         if self.shard.is_whole:
             return part
         collectives = self.collectives
-        return lambda x: collectives.sum(part(x))
+        return lambda x: collectives.all_reduce(part(x))
 
     def _weights(self, outputs: dict[str, int], inputs: int, split: bool) -> Tensor:
         axis = 0 if split else None

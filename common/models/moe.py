@@ -86,7 +86,7 @@ class MoeMlp:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]."""
         out = self._experts(hidden, *self._router(hidden))
-        return self._collectives.sum(out if self._shared is None else out + self._shared(hidden))
+        return self._collectives.all_reduce(out if self._shared is None else out + self._shared(hidden))
 
 
 def check_experts(moe: MoeConfig) -> None:

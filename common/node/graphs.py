@@ -1,6 +1,6 @@
-"""Which decode steps a node records, and the memory that takes: known before the KV cache, which takes what is left.
+"""Which decode steps a node records, and how much memory that takes. Must precede the KV cache, which takes the rest.
 
-Composes; what is recorded and how is in `common.engine.decode_graphs`.
+Composition only; recording itself is in `common.engine.decode_graphs`.
 """
 
 import logging
@@ -17,20 +17,21 @@ _LOG = logging.getLogger("kvferry.engine")
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """What will be recorded."""
+    """The decode steps to record and the memory to leave for them."""
 
     sizes: tuple[GraphSize, ...] = ()
-    """Empty: nothing."""
+    """Empty: none."""
     num_scratch_blocks: int = 0
-    """That the cache must have beside its own."""
+    """Extra blocks that the KV cache must have."""
     num_bytes: int = 0
-    """Of the device, beside the cache; 0 where the cache does not take what is left anyway."""
+    """Device memory to leave free; 0 if the KV cache has a configured size."""
 
 
 def plan_graphs(settings: NodeSettings, loaded: LoadedModel, device: Device) -> GraphPlan:
-    """Measured on the device where the cache's size depends on it."""
+    """Decide what to record. Measures on the device only if the size of the KV cache depends on the result."""
     graphs = device.graphs()
-    # Ranks would have to record in step with one another. Experts are computed one by one: the host must know which.
+    # Not for several ranks, which would have to record in lockstep. Not for MoE: experts are computed one by one, so
+    # the host must know which ones were chosen.
     if graphs is None or settings.tensor_parallel > 1 or loaded.config.moe is not None:
         return GraphPlan()
     block_size = device.supported_block_size(settings.block_size)
@@ -39,7 +40,7 @@ def plan_graphs(settings: NodeSettings, loaded: LoadedModel, device: Device) -> 
     plan = GraphPlan(sizes, num_scratch_blocks(sizes, block_size))
     if not sizes or settings.kv_cache_bytes is not None:
         return plan
-    # A cache of hardly more than scratch blocks, since the real one is not there yet.
+    # A minimal cache (one block and the scratch blocks), since the real one is not allocated yet.
     trial = KvCache(device, loaded.kv_specs, loaded.config.num_layers, 1, block_size, plan.num_scratch_blocks)
     try:
         num_bytes = DecodeGraphs(loaded.model, trial, device, graphs, sizes).measure()
@@ -50,7 +51,7 @@ def plan_graphs(settings: NodeSettings, loaded: LoadedModel, device: Device) -> 
 
 
 def record_graphs(plan: GraphPlan, loaded: LoadedModel, cache: KvCache, device: Device) -> DecodeGraphs | None:
-    """Over the node's own cache; None where nothing is to be recorded."""
+    """Record the planned steps over the node's KV cache; None if the plan is empty."""
     graphs = device.graphs()
     if graphs is None or not plan.sizes:
         return None

@@ -1,13 +1,15 @@
-"""The control thread of a node: owns the sockets and the core, performs what the core decides. Decides nothing.
+"""The control thread of a node: owns the sockets and the core, performs the core's actions. Decides nothing.
 
-Everything from other threads (steps done, pieces sent or written, drain) comes through one inbox. A tick comes only
-after all that waited has been taken in, so that a process that slept does not judge others by its own sleep.
+Events of other threads (steps done, pieces sent or written, drain) arrive through one inbox. Each tick comes after all
+waiting messages and events have been handled, so that a process that was suspended does not count its own pause as
+silence of its peers.
 """
 
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import assert_never
 
 from kvferry.common.base.clock import Clock
 from kvferry.common.base.errors import (
@@ -44,7 +46,7 @@ from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.engine.engine_thread import EngineThread
 from kvferry.common.kv_transfer.interface import KvMover
-from kvferry.common.node.journal import Journal
+from kvferry.common.node.message_log import MessageLog
 from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
 from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.client_links import ClientLinks
@@ -58,26 +60,26 @@ from kvferry.common.transport.waker import (
     Waker,
 )
 
-TICK_S = 0.05
-MAX_RECEIVED_PER_TURN = 5000
-"""Messages taken in before the clock is looked at again."""
-ENGINE_STOP_S = 20.0
-FAILED_ENGINE_STOP_S = 1.0
-"""When the engine failed or is stuck, or a rank is gone that it waits for: nothing it may still do is worth more."""
+NODE_TICK_S = 0.05
+_RECEIVE_LIMIT = 5000
+"""Messages handled before the clock is read again."""
+_ENGINE_JOIN_TIMEOUT_S = 20.0
+_FAILED_ENGINE_JOIN_TIMEOUT_S = 1.0
+"""After a failure the engine may be stuck, or wait for a lost rank: the rest of its step is not worth waiting for."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What a shell is put together from."""
+    """What a shell is composed of."""
 
     incarnation: Incarnation
     context: TransportContext
     bind: str
     allow_remote: bool
-    make_core: Callable[[], NodeCore]
-    """Called once, on the control thread, when all endpoints are known."""
-    engine: Callable[[Callable[[Event], None]], EngineThread]
-    kv: Callable[[Callable[[Event], None]], KvMover]
+    make_core: Callable[[str, str], NodeCore]
+    """(KV endpoint, staging place) -> core. Called once, on the control thread, when all endpoints are bound."""
+    make_engine: Callable[[Callable[[Event], None]], EngineThread]
+    make_kv: Callable[[Callable[[Event], None]], KvMover]
     limits: Limits
     timers: Timers
     clock: Clock
@@ -85,14 +87,14 @@ class NodeParts:
 
 
 class NodeShell:
-    """One node's control thread. `run` in a thread of the caller's; `drain` and `stop` from any thread or signal."""
+    """One node's control thread: the thread that calls `run`. `drain`, `stop` and `call` are safe from any thread."""
 
     def __init__(self, parts: NodeParts) -> None:
         self._parts = parts
         self._log = parts.log
-        self._journal = Journal(parts.log)
-        self._wakeup = Waker()
-        self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._wakeup)
+        self._message_log = MessageLog(parts.log)
+        self._waker = Waker()
+        self._inbox: Inbox[Event | Callable[[], None]] = Inbox(self._waker)
         self._loop = PollLoop()
         self._socket = NodeSocket(parts.context, SocketOptions.control(parts.limits, parts.timers))
         self._links = ClientLinks(
@@ -101,51 +103,51 @@ class NodeShell:
             parts.limits,
             parts.timers,
             PollWatcher(self._loop, self._inbox.put),
-            self._take,
+            self._handle,
             parts.log,
         )
-        self._engine = parts.engine(self._inbox.put)
-        self._kv = parts.kv(self._inbox.put)
+        self._engine = parts.make_engine(self._inbox.put)
+        self._kv = parts.make_kv(self._inbox.put)
         self._core: NodeCore | None = None
         self._exit: ExitProcess | None = None
         self._bound = threading.Event()
         self.endpoint = ""
         self.kv_endpoint = ""
         self.staging_place = ""
-        self.malformed = 0
-        """Messages dropped since they broke the protocol."""
-        self.computes_on = False
-        """After `run`: the engine's thread did not end in time. Whoever ends the process must not wait for it."""
+        self.engine_still_runs = False
+        """After `run`: whether the engine thread did not end in time. The process must then end without joining it."""
+        self._num_malformed = 0
+        """Messages dropped because they violated the protocol."""
 
-    # -- from other threads
+    # -- called from any thread
 
     def drain(self) -> None:
-        """Finish what is there, then end."""
+        """Finish the accepted requests, accept no new ones, then end."""
         self._inbox.put(DrainRequested())
 
     def stop(self, reason: str = "stopped") -> None:
-        """End now, whatever is in flight."""
+        """End without finishing requests in flight."""
         self._inbox.put(lambda: self._perform(ExitProcess(reason, 0)))
 
     def wait_bound(self, timeout_s: float) -> bool:
-        """Wait until the endpoints are known (or the thread has ended)."""
+        """Wait until the endpoints are bound, or the thread has ended; returns False on timeout."""
         return self._bound.wait(timeout_s)
 
     def call(self, function: Callable[[NodeCore], None]) -> None:
-        """Let a function see the core, on its own thread (checks of invariants)."""
+        """Call a function with the core on the control thread, for checks of invariants."""
         self._inbox.put(lambda: function(self.core))
 
     @property
     def core(self) -> NodeCore:
-        """The node's decisions; to be touched on the control thread only."""
+        """The node's core. Must be used on the control thread only."""
         if self._core is None:
-            raise InvariantError("the node has not been started")
+            raise InvariantError("the node has not started")
         return self._core
 
     # -- the control thread
 
     def run(self) -> ExitProcess:
-        """Serve until the core says exit. Raises ConfigError when an endpoint cannot be bound."""
+        """Serve until the core ends the process. Raises ConfigError when an endpoint cannot be bound."""
         try:
             self._open()
             self._bound.set()
@@ -157,12 +159,12 @@ class NodeShell:
         return self._exit
 
     def _open(self) -> None:
-        self._wakeup.open()
-        self._loop.add(self._wakeup, self._drain_inbox)
+        self._waker.open()
+        self._loop.add(self._waker, self._drain_inbox)
         self.endpoint = self._socket.bind(self._parts.bind, allow_remote=self._parts.allow_remote)
         self._loop.add(self._socket, self._drain_socket)
         self.kv_endpoint, self.staging_place = self._kv.start(), self._kv.staging_place
-        self._core = self._parts.make_core()
+        self._core = self._parts.make_core(self.kv_endpoint, self.staging_place)
         self._engine.start()
 
     def _serve(self) -> None:
@@ -173,55 +175,57 @@ class NodeShell:
             if now >= next_tick:
                 self._drain_socket()
                 self._drain_inbox()
-                self._take(Tick())
+                self._handle(Tick())
                 self._socket.flush()
                 self._links.flush()
-                next_tick = now + TICK_S
+                next_tick = now + NODE_TICK_S
 
     def _close(self) -> None:
         failed = self._exit is None or self._exit.code != 0
-        self.computes_on = not self._engine.stop(FAILED_ENGINE_STOP_S if failed else ENGINE_STOP_S)
+        self.engine_still_runs = not self._engine.stop(
+            _FAILED_ENGINE_JOIN_TIMEOUT_S if failed else _ENGINE_JOIN_TIMEOUT_S
+        )
         self._kv.close()
         self._links.close_all()
-        self._loop.remove(self._wakeup)
+        self._loop.remove(self._waker)
         self._socket.close()
-        self._wakeup.close()
+        self._waker.close()
 
     def _drain_socket(self) -> None:
         received = 0
-        while received < MAX_RECEIVED_PER_TURN:
-            batch = 0
+        while received < _RECEIVE_LIMIT:
+            count = 0
             for peer, frames in self._socket.receive():
-                batch += 1
+                count += 1
                 try:
                     envelope = decode(frames, self._parts.limits)
                 except ProtocolError as error:
-                    self._refuse(peer, error)
+                    self._drop_malformed(peer, error)
                     continue
                 if envelope.sender == peer:
-                    self._take(Received(envelope))
+                    self._handle(Received(envelope))
                 else:
-                    self._refuse(peer, ProtocolError("the header names another sender than the connection"))
-            if batch == 0:
+                    self._drop_malformed(peer, ProtocolError("the sender in the header is not the connection's"))
+            if count == 0:
                 return
-            received += batch
+            received += count
 
-    def _refuse(self, peer: Incarnation, error: ProtocolError) -> None:
-        """A flood of nonsense must not become a flood of log lines."""
-        self.malformed += 1
-        if self.malformed & (self.malformed - 1) == 0:
-            self._log.warning("dropped message %d that breaks the protocol, from %s: %s", self.malformed, peer, error)
+    def _drop_malformed(self, peer: Incarnation, error: ProtocolError) -> None:
+        self._num_malformed += 1
+        # Only the 1st, 2nd, 4th, 8th, ... one is logged: a flood of messages must not become a flood of log lines.
+        if self._num_malformed & (self._num_malformed - 1) == 0:
+            self._log.warning("dropped malformed message %d, from %s: %s", self._num_malformed, peer, error)
 
     def _drain_inbox(self) -> None:
         for item in self._inbox.take_all():
             if callable(item):
                 item()
             else:
-                self._take(item)
+                self._handle(item)
 
-    def _take(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if isinstance(event, Received):
-            self._journal.received(event.envelope.sender, event.envelope.message)
+            self._message_log.received(event.envelope.sender, event.envelope.message)
         for action in self.core.handle(event, self._parts.clock.now()):
             self._perform(action)
 
@@ -229,8 +233,8 @@ class NodeShell:
         match action:
             case Send(peer, message):
                 self._send(peer, message)
-            case RunStep(plan):
-                self._engine.submit(plan)
+            case RunStep(batch):
+                self._engine.submit(batch)
             case SendPiece(piece, block_table, slots):
                 self._kv.send(piece, block_table, slots)
             case StopPieces(key):
@@ -259,15 +263,17 @@ class NodeShell:
                 self._links.probe(endpoint)
             case ExitProcess():
                 self._exit = self._exit or action
+            case _:
+                assert_never(action)
 
     def _send(self, peer: Incarnation, message: Message) -> None:
-        self._journal.sent(peer, message)
+        self._message_log.sent(peer, message)
         if isinstance(message, CLIENT_SPEAKS):
             self._links.send(peer, message)
             return
         try:
             frames = encode(Envelope(self._parts.incarnation, peer, message), self._parts.limits)
         except ProtocolError as error:
-            self._log.error("a %s was not sent: %s", type(message).__name__, error)
+            self._log.error("%s was not sent: %s", type(message).__name__, error)
             return
         self._socket.send(peer, frames)

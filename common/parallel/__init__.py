@@ -1,9 +1,9 @@
-"""Tensor parallel: one model cut over N ranks, each of which computes its part of every layer. What it is cut along:
+"""Tensor parallelism: one model sharded over N ranks, each of which computes its part of every layer.
 
-- `shard`: which part is whose, and which sizes must divide.
-- `collectives`: the two operations between ranks, a sum and a gathering.
-- `vocabulary`: embedding and head, cut along the vocabulary.
-- `group`: how the ranks of one node find one another.
+- `shard`: which part a rank has, and which sizes must divide.
+- `collectives`: the two operations between ranks, all-reduce and all-gather.
+- `vocabulary`: embedding and head, sharded along the vocabulary.
+- `group`: rendezvous of the ranks of one node.
 
-The processes of the ranks are elsewhere (`kvferry.common.ranks`).
+The rank processes are in `common.ranks`.
 """

@@ -1,7 +1,7 @@
-"""What ranks exchange while they compute: sums, and parts laid side by side. Every rank calls the same, in one order.
+"""The collective operations of a sharded model. Every rank must call the same operations in the same order.
 
-A sum has the same bits on every rank, so what is chosen by it (experts, say) is the same everywhere. It has not the
-bits of the undivided model's sum: the parts are added in another order.
+An all-reduce has the same bits on every rank, so decisions based on it (experts, for example) agree everywhere. It
+differs in the last bits from the unsharded model's sum, because the parts are added in another order.
 """
 
 from typing import Protocol
@@ -15,41 +15,39 @@ from kvferry.common.parallel.shard import WHOLE, Shard
 
 
 class Collectives(Protocol):
-    """The exchange of one rank with the others of its node."""
+    """One rank's operations with the other ranks of its node."""
 
     @property
     def shard(self) -> Shard:
-        """Which rank this is."""
+        """The calling rank."""
         ...
 
-    def sum(self, part: Tensor) -> Tensor:
+    def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of all ranks' parts, of the same shape; may reuse the memory of `part`."""
         ...
 
-    def side_by_side(self, part: Tensor) -> Tensor:
-        """[n, c] on each rank -> [n, size * c], rank 0's columns first."""
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Concatenate along columns: [n, c] on each rank -> [n, size * c], rank 0's columns first."""
         ...
 
 
-class Alone:
-    """Implements Collectives where there is one rank."""
+class SingleRank:
+    """Implements Collectives for an unsharded model: both operations return the part itself."""
 
     shard = WHOLE
 
-    def sum(self, part: Tensor) -> Tensor:
-        """The part itself."""
+    def all_reduce(self, part: Tensor) -> Tensor:
         return part
 
-    def side_by_side(self, part: Tensor) -> Tensor:
-        """The part itself."""
+    def all_gather(self, part: Tensor) -> Tensor:
         return part
 
 
-ALONE = Alone()
+ALONE = SingleRank()
 
 
 class GroupCollectives:
-    """Implements Collectives over a process group. A model may be made with it before the ranks have met."""
+    """Implements Collectives over a process group. A model may be built with it before `connect`."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -57,27 +55,26 @@ class GroupCollectives:
 
     @property
     def shard(self) -> Shard:
-        """Which rank this is."""
         return self._shard
 
     def connect(self, group: Group) -> None:
-        """The ranks have met."""
+        """Use `group`, which all ranks have joined. Raises InvariantError when it does not match the shard."""
         if group.size() != self._shard.size or group.rank() != self._shard.rank:
             raise InvariantError(f"a group of {group.size()} for {self._shard}")
         self._group = group
 
     def disconnect(self) -> None:
-        """Nothing is computed any more: the group's connections are closed."""
+        """Drop the group, which closes its connections. The caller must have ended all computing."""
         self._group = None
 
-    def sum(self, part: Tensor) -> Tensor:
-        """In place where the part is contiguous. RuntimeError when a rank is gone or too late."""
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """In place if the part is contiguous. Raises RuntimeError when a rank is lost or times out."""
         part = part.contiguous()
         self._connected().allreduce([part]).wait()
         return part
 
-    def side_by_side(self, part: Tensor) -> Tensor:
-        """Every rank gets all: not every library that moves tensors between devices has a gathering to one."""
+    def all_gather(self, part: Tensor) -> Tensor:
+        # To every rank: not every communication library of a device can gather to one rank.
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self._shard.size)]
         self._connected().allgather([parts], [part]).wait()
@@ -85,5 +82,5 @@ class GroupCollectives:
 
     def _connected(self) -> Group:
         if self._group is None:
-            raise InvariantError("the ranks have not met yet")
+            raise InvariantError("a collective operation before the ranks have connected")
         return self._group

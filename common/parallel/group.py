@@ -1,4 +1,4 @@
-"""How the ranks of one node find one another: a small store on a free port of loopback, kept by rank 0."""
+"""Rendezvous of the ranks of one node, through a store that rank 0 keeps on a free loopback port."""
 
 import os
 import socket
@@ -13,9 +13,9 @@ _HOST = "127.0.0.1"
 
 
 def open_store() -> TCPStore:
-    """Rank 0's: takes a free port (`.port`) and waits for nobody."""
+    """Open rank 0's store on a free port (`.port`). Does not wait for the other ranks."""
     with socket.create_server((_HOST, 0)) as server:
-        # By itself it would listen on every interface.
+        # Without a given socket TCPStore listens on every interface.
         return TCPStore(
             _HOST,
             server.getsockname()[1],
@@ -26,11 +26,11 @@ def open_store() -> TCPStore:
 
 
 def join_store(port: int, timeout: timedelta) -> TCPStore:
-    """Another rank's. RuntimeError when rank 0 is not there."""
+    """Connect another rank to rank 0's store. Raises RuntimeError when it is not reachable."""
     return TCPStore(_HOST, port, is_master=False, timeout=timeout)
 
 
-def meet(collectives: GroupCollectives, device: Device, store: TCPStore, timeout: timedelta) -> None:
-    """Wait until all ranks have come here. `timeout` holds for that and for each later operation between them."""
+def rendezvous(collectives: GroupCollectives, device: Device, store: TCPStore, timeout: timedelta) -> None:
+    """Wait until all ranks have joined, and connect `collectives`. `timeout` also bounds each later operation."""
     shard = collectives.shard
     collectives.connect(device.group(store, shard.rank, shard.size, timeout))

@@ -1,10 +1,10 @@
-"""The ranks of a tensor-parallel node, as processes: rank 0 is the node, each other one is a child of it.
+"""The rank processes of a tensor-parallel node: rank 0 is the node's process, the other ranks are its children.
 
-- `team`, `child`: rank 0's side: starts the children, watches them, and passes on what they are told.
-- `agent`: a child: runs the steps and moves the KV that rank 0 tells it to.
-- `messages`: what the two say to one another.
-- `runner`, `kv`: what the node's engine and its mover of KV are on rank 0.
-- `tally`: one word of each piece out of those of all ranks.
+- `team`, `child`: rank 0's side: starts and watches the children, exchanges messages with them.
+- `agent`: a child process: computes step batches and moves KV as rank 0 commands.
+- `messages`, `link`: the messages between them, and their encoding.
+- `runner`, `kv`: the step runner and the KV mover of rank 0, which include the other ranks.
+- `tally`: combines the KV events of all ranks into one event per piece.
 
 Rank 0 alone decides. A child has no scheduler, no clients and no sampler; it knows blocks, never requests.
 """

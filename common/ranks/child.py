@@ -1,4 +1,4 @@
-"""The process of one rank, as rank 0 has it: started, watched, killed. Knows nothing of what it does."""
+"""Rank 0's handle of one rank process: start, watch, kill. Knows nothing of the messages' meaning."""
 
 import contextlib
 import os
@@ -12,29 +12,28 @@ from kvferry.common.base.ids import (
     new_incarnation,
 )
 from kvferry.common.base.python_command import python_command
-from kvferry.common.ranks import messages
-from kvferry.common.ranks.messages import Outbound, RankSpec, ToRank
+from kvferry.common.ranks.link import Outbound, from_rank
+from kvferry.common.ranks.messages import RankSpec, ToRank
 
 
 class RankProcess:
-    """A running rank and the two directions of messages with it."""
+    """A started rank process, with the encoder and decoder of its messages."""
 
     def __init__(self, rank: int, self_id: Incarnation, process: "subprocess.Popen[bytes]") -> None:
         self.rank = rank
         self.self_id = self_id
-        self.outgoing: Outbound[ToRank] = Outbound()
-        self.incoming = messages.from_rank()
+        self.outbound: Outbound[ToRank] = Outbound()
+        self.inbound = from_rank()
         self.poll_handle = os.pidfd_open(process.pid)
-        """Readable when the process has ended."""
+        """Becomes readable when the process ends."""
         self._process = process
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is gone."""
         return self._process.poll() is not None
 
     def ends_within(self, timeout_s: float) -> bool:
-        """Whether it is gone by then."""
+        """Wait up to `timeout_s` for the process to end; returns whether it has."""
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -42,25 +41,25 @@ class RankProcess:
         return True
 
     def wait(self) -> str:
-        """Wait for its end; how it ended, in words."""
+        """Wait for the process to end; returns a description of how it ended."""
         code = self._process.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"rank {self.rank} (process {self._process.pid}) {how}"
 
     def kill(self) -> None:
-        """At once, whatever it does; it stays to be waited for."""
+        """Send SIGKILL. The caller must still `wait`."""
         self._process.kill()
 
     def close(self) -> None:
-        """After its end: nothing of it stays."""
+        """Close the poll handle. The process must have ended."""
         os.close(self.poll_handle)
 
 
-def start_rank(common: RankSpec, rank: int, lead: str, store_port: int) -> RankProcess:
-    """Start a rank. `lead` is where rank 0 listens, `store_port` where the ranks find one another."""
+def start_rank(common: RankSpec, rank: int, lead_endpoint: str, store_port: int) -> RankProcess:
+    """Start the process of `rank`. `lead_endpoint`: where rank 0 listens; `store_port`: the rendezvous store's."""
     self_id = new_incarnation()
     spec = msgspec.structs.replace(
-        common, rank=rank, self_id=self_id, lead=lead, store_port=store_port, parent_pid=os.getpid()
+        common, rank=rank, self_id=self_id, lead_endpoint=lead_endpoint, store_port=store_port, parent_pid=os.getpid()
     )
     threads = str(spec.settings.threads)
     process = subprocess.Popen(
@@ -69,7 +68,7 @@ def start_rank(common: RankSpec, rank: int, lead: str, store_port: int) -> RankP
         env={**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads},
     )
     assert process.stdin is not None
-    # One that has ended already is noticed by whoever watches it.
+    # A process that has already ended is detected through its poll handle.
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(msgspec.json.encode(spec))
     return RankProcess(rank, self_id, process)

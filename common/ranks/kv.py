@@ -1,4 +1,7 @@
-"""The mover of KV of a tensor-parallel node: each rank moves its own part, the node hears one word of each piece."""
+"""The KV mover of a tensor-parallel node: each rank moves its own part, the node gets one event per piece.
+
+Called by the node's control thread; events come in on the threads of rank 0's mover and of the team.
+"""
 
 import threading
 from collections.abc import Callable
@@ -22,96 +25,91 @@ PostEvent = Callable[[Event], None]
 
 
 class RankedKvMover:
-    """Implements KvMover on rank 0. What its own rank does is done by `own`, whose events go to `on_own_event`.
+    """Implements KvMover on rank 0. `make_local` makes the mover of rank 0's own part.
 
-    Rank i sends to rank i: the nodes have as many ranks, which Hello has compared.
+    Rank i sends to rank i: Hello has checked that both nodes have the same number of ranks.
     """
 
     def __init__(
-        self, team: RankTeam, make_own: Callable[[Callable[[KvEvent], None]], KvMover], post: PostEvent
+        self, team: RankTeam, make_local: Callable[[Callable[[KvEvent], None]], KvMover], post: PostEvent
     ) -> None:
         self._team = team
         self._post = post
         self._tally = PieceTally(team.size)
         self._lock = threading.Lock()
-        self._own = make_own(lambda event: self.on_rank_event(0, event))
+        self._local = make_local(lambda event: self.on_rank_event(0, event))
 
     def start(self) -> str:
-        """Bind and begin; returns rank 0's endpoint. The other ranks have begun already."""
-        endpoint = self._own.start()
-        self._team.listen(self)
+        """Bind rank 0's mover and return its endpoint. The movers of the other ranks are already running."""
+        endpoint = self._local.start()
+        self._team.set_listener(self)
         return endpoint
 
     @property
     def staging_place(self) -> str:
-        """Nowhere: the ranks have no staging slots."""
+        """Empty: ranks have no staging slots."""
         return ""
 
     def close_session(self, peer: Incarnation) -> None:
-        """There is none into staging slots."""
+        """Post SessionClosed immediately: without staging slots there is no session."""
         self._post(SessionClosed(peer))
 
     def open(self, peer: Incarnation, *endpoints: str, staging: str = "") -> None:
-        """Make each rank ready to send to its counterpart. With another number of endpoints nothing can be sent."""
+        """Open the peer's rank i on each rank i. Ignored if the number of endpoints differs from that of the ranks."""
         if len(endpoints) != self._team.size:
             return
-        self._own.open(peer, endpoints[0])
+        self._local.open(peer, endpoints[0])
         for rank, endpoint in enumerate(endpoints[1:], start=1):
-            self._team.tell(OpenPeer(peer, endpoint), rank)
+            self._team.send(OpenPeer(peer, endpoint), rank)
 
     def close_peer(self, peer: Incarnation) -> None:
-        """Nothing goes to this life any more, from no rank."""
-        self._own.close_peer(peer)
-        self._team.tell(ClosePeer(peer))
+        """Stop sending to this incarnation, on every rank."""
+        self._local.close_peer(peer)
+        self._team.send(ClosePeer(peer))
 
     def send(self, piece: Piece, block_table: tuple[int, ...], slots: tuple[int, ...] = ()) -> None:
-        """Every rank sends its part; PieceSent when all have read it."""
+        """Send each rank's part; posts PieceSent when all ranks have read theirs."""
         with self._lock:
             self._tally.send(piece)
-        self._team.tell(SendKv(PieceHeader.of(piece), block_table))
-        self._own.send(piece, block_table)
+        self._team.send(SendKv(PieceHeader.of(piece), block_table))
+        self._local.send(piece, block_table)
 
     def stop(self, key: TransferKey) -> None:
-        """No rank reads for this key any more; PiecesStopped when all have said so."""
+        """Stop reading for this key; posts PiecesStopped when all ranks have stopped."""
         with self._lock:
             self._tally.stop(key)
-        self._team.tell(StopKv(key))
-        self._own.stop(key)
+        self._team.send(StopKv(key))
+        self._local.stop(key)
 
     def expect(
         self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0, slots: tuple[int, ...] = ()
     ) -> None:
-        """When it returns, every rank takes pieces of this key."""
+        """Returns when every rank accepts pieces of this key."""
         with self._lock:
             self._tally.expect(key)
-        self._own.expect(key, block_table, first_token)
+        self._local.expect(key, block_table, first_token)
         self._team.call(lambda call: ExpectKv(call, key, block_table, first_token))
 
     def forget(self, key: TransferKey) -> None:
-        """When it returns, no rank writes for this key any more."""
+        """Returns when no rank writes for this key any more."""
         with self._lock:
             self._tally.forget(key)
-        self._own.forget(key)
+        self._local.forget(key)
         self._team.call(lambda call: ForgetKv(call, key))
 
     def close(self) -> None:
-        """Close rank 0's own mover, and end the other ranks."""
-        self._own.close()
+        """Close rank 0's mover and end the other ranks."""
+        self._local.close()
         self._team.close()
 
-    def check_invariants(self) -> None:
-        """Those of what is counted."""
-        with self._lock:
-            self._tally.check_invariants()
-
-    # -- from other threads
+    # -- called from other threads
 
     def on_rank_event(self, rank: int, event: KvEvent) -> None:
-        """A rank's mover said something."""
+        """Handle an event of one rank's mover."""
         with self._lock:
-            for meant in self._tally.handle(rank, event):
-                self._post(meant)
+            for combined in self._tally.handle(rank, event):
+                self._post(combined)
 
     def on_team_lost(self, reason: str) -> None:
-        """The node cannot go on."""
+        """Fail the node's engine: the remaining ranks cannot compute."""
         self._post(EngineFailed(reason))

@@ -1,4 +1,4 @@
-"""Steps on several ranks: rank 0 passes each plan on before it computes its own part; the others draw nothing."""
+"""Steps over several ranks: rank 0 broadcasts each batch before it computes its own part. Only rank 0 samples."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,39 +15,38 @@ from kvferry.common.scheduling.step import StepBatch, StepResult
 class LeadRunner:
     """Rank 0's StepRunner.
 
-    What it reports of layers holds for every rank: a layer's attention ends with a sum to which each rank comes after
-    it has written its KV of that layer. So does the end of a step, for its copies come first; after one of nothing but
-    copies there is such a sum too.
+    Its layer reports hold for every rank: a layer's attention ends with an all-reduce that each rank enters after it
+    has written its KV of that layer. The same holds for the copies of a step, which come first; a step of copies alone
+    ends with an all-reduce too.
     """
 
-    def __init__(self, own: ModelRunner, pass_on: Callable[[StepBatch], None]) -> None:
-        self._own = own
-        self._pass_on = pass_on
+    def __init__(self, local: ModelRunner, broadcast: Callable[[StepBatch], None]) -> None:
+        self._local = local
+        self._broadcast = broadcast
 
-    def execute(self, plan: StepBatch, on_layers_done: OnLayersDone | None = None) -> StepResult:
-        """See ModelRunner. RuntimeError when another rank is gone."""
-        if plan.scheduled or plan.has_copies:
-            # The samplers' part stays here.
-            self._pass_on(replace(plan, new=(), finished=(), report_layers=False))
-        return self._own.execute(plan, on_layers_done)
+    def execute(self, batch: StepBatch, on_layers_done: OnLayersDone | None = None) -> StepResult:
+        """As ModelRunner.execute. Raises RuntimeError when another rank is lost."""
+        if batch.scheduled or batch.has_copies:
+            # The other ranks do not sample and report no layers.
+            self._broadcast(replace(batch, new=(), finished=(), report_layers=False))
+        return self._local.execute(batch, on_layers_done)
 
     def check_invariants(self) -> None:
-        """Those of this rank's own part."""
-        self._own.check_invariants()
+        """Check rank 0's part. Raises InvariantError."""
+        self._local.check_invariants()
 
 
 class SilentSampler:
-    """Implements TokenSampler where nothing is drawn: rank 0 does that for all."""
+    """Implements TokenSampler for the ranks that do not sample: keeps no state and returns no tokens."""
 
     def add(self, seq_id: int, token_ids: "array[int]", sampling: SamplingParams) -> None:
-        """Nothing is kept."""
+        pass
 
     def drop(self, seq_id: int) -> None:
-        """There is nothing to forget."""
+        pass
 
     def sample(self, seq_ids: Sequence[int], positions: Sequence[int], logits: Tensor) -> SampleResult:
-        """No token."""
         return SampleResult()
 
     def check_invariants(self) -> None:
-        """There is no state."""
+        pass

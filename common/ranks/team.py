@@ -1,45 +1,43 @@
-"""Rank 0's side of a tensor-parallel node: starts the other ranks, tells them what to do, and ends with them.
+"""Rank 0's side of a tensor-parallel node: starts the other ranks, exchanges messages with them, and ends with them.
 
-A thread of its own owns the socket to them and watches their processes. One rank's end is the end of all: what is left
-of a model cannot compute. So when one ends unasked, the others are killed at once, which also ends every wait of this
-process for them, and the node hears of it as of a failed engine. The kernel ends the ranks when this process ends.
+A thread owns the socket to the ranks and watches their processes. Losing one rank loses the team, because an incomplete
+set of ranks cannot compute: the others are killed immediately, which also ends every wait of this process for them, and
+the listener is notified. The kernel ends the ranks when this process ends.
 """
 
 import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar, assert_never
 
 from kvferry.common.base.errors import (
     InvariantError,
     KvferryError,
 )
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-    PieceSent,
-    PiecesStopped,
-)
 from kvferry.common.device.base import Device
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.parallel.collectives import GroupCollectives
-from kvferry.common.parallel.group import TCPStore, meet, open_store
+from kvferry.common.parallel.group import TCPStore, open_store, rendezvous
 from kvferry.common.parallel.shard import Shard
-from kvferry.common.ranks import messages
 from kvferry.common.ranks.child import RankProcess, start_rank
+from kvferry.common.ranks.link import FLUSH_INTERVAL_S, event_of
 from kvferry.common.ranks.messages import (
-    Begin,
+    Arrived,
+    Bad,
+    ComputeStep,
     Done,
     FromRank,
+    Initialize,
     Loaded,
     Quit,
     RankFailed,
     RankSpec,
     Ready,
-    RunPlan,
+    SendFailed,
+    Sent,
+    Stopped,
     ToRank,
 )
 from kvferry.common.scheduling.step import StepBatch
@@ -53,13 +51,13 @@ from kvferry.common.transport.waker import (
     Waker,
 )
 
-START_TIMEOUT_S = 600.0
-"""Until a rank has loaded its part: the largest models take minutes."""
-QUIT_TIMEOUT_S = 5.0
-FLUSH_S = 0.01
-ENDING_S = 0.05
-"""Between a process's connections and its end when it is killed; long enough nearly always."""
+_RANK_START_TIMEOUT_S = 600.0
+"""For loading the model, and for Initialize: the largest models take minutes to load."""
+_QUIT_TIMEOUT_S = 5.0
+_FIRST_DEATH_WAIT_S = 0.05
+"""A killed process loses its connections before it ends; this bounds nearly always the time in between."""
 _BIND = "tcp://127.0.0.1:*"
+T = TypeVar("T")
 
 
 class RankLostError(KvferryError):
@@ -67,83 +65,89 @@ class RankLostError(KvferryError):
 
 
 class TeamListener(Protocol):
-    """Who hears what ranks say, on the team's thread."""
+    """Receives the events of the ranks, on the team's thread."""
 
     def on_rank_event(self, rank: int, event: KvEvent) -> None:
-        """What became of a rank's part of a piece."""
+        """Handle an event of a rank's KV mover."""
         ...
 
     def on_team_lost(self, reason: str) -> None:
-        """A rank is gone; comes once."""
+        """Handle the loss of a rank; called once."""
         ...
 
 
 class RankTeam:
-    """The other ranks of this process's node. `start`, `wait_loaded`, `begin`, ..., `close`; used by any thread."""
+    """The other ranks of this process's node: `start`, `wait_loaded`, `initialize`, ..., `close`. Thread-safe."""
 
     def __init__(self, spec: RankSpec, log: logging.Logger) -> None:
-        """`spec`: what all ranks have in common."""
+        """`spec`: the fields that all ranks have in common."""
         self.collectives = GroupCollectives(Shard(0, spec.size))
         self.kv_endpoints: tuple[str, ...] = ()
-        """Those of the ranks from 1 on."""
+        """Of the ranks from 1 on, once initialized."""
         self._spec = spec
         self._log = log
-        # Of its own, without keys: what goes between the processes of one node stays on loopback, like the group's.
+        # A context without keys: messages between the processes of one node stay on loopback, as collectives do.
         self._context = TransportContext()
         self._socket = NodeSocket(self._context, RANK_OPTIONS)
         self._loop = PollLoop()
-        self._wakeup = Waker()
-        self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._wakeup)
+        self._waker = Waker()
+        self._inbox: Inbox[tuple[int | None, ToRank]] = Inbox(self._waker)
+        """(rank, or None for all; message)."""
         self._store: TCPStore | None = open_store()
         self._children: dict[Incarnation, RankProcess] = {}
         self._listener: TeamListener | None = None
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._changed = threading.Condition()
-        self._said: dict[type, dict[int, FromRank]] = {Loaded: {}, Ready: {}}
-        self._calls = 0
+        """Guards and announces changes of everything below."""
+        self._loaded: dict[int, Loaded] = {}
+        self._ready: dict[int, Ready] = {}
+        self._last_call = 0
         self._done: dict[int, int] = {}
         """Rank -> the last call that it has carried out."""
         self._lost = ""
+        """Why the team is lost; empty while it is not."""
         self._closing = False
 
-    # -- life
+    # -- start and end
 
     def start(self) -> None:
-        """Start the processes. Called by the main thread: on Linux they live as long as the thread that starts them."""
-        self._wakeup.open()
-        self._loop.add(self._wakeup, self._send_all)
-        lead = self._socket.bind(_BIND)
+        """Start the processes. Must be called by the main thread: Linux ends them with the thread that started them."""
+        self._waker.open()
+        self._loop.add(self._waker, self._send_queued)
+        lead_endpoint = self._socket.bind(_BIND)
         self._loop.add(self._socket, self._receive)
         assert self._store is not None
         for rank in range(1, self._spec.size):
-            child = start_rank(self._spec, rank, lead, self._store.port)
+            child = start_rank(self._spec, rank, lead_endpoint, self._store.port)
             self._children[child.self_id] = child
             self._loop.add(child, lambda child=child: self._on_end(child))  # type: ignore[misc]
         self._thread.start()
 
     def wait_loaded(self) -> int:
-        """Wait until every rank has its part of the model; the least free bytes of their devices.
+        """Wait until every rank has loaded its part of the model; returns the least free bytes of their devices.
 
-        RankLostError when one cannot load it.
+        Raises RankLostError when a rank cannot load it.
         """
-        self._wait(lambda: len(self._said[Loaded]) == len(self._children), START_TIMEOUT_S, "to load the model")
-        return min(said.free_bytes for said in self._said[Loaded].values() if isinstance(said, Loaded))
+        self._wait(lambda: len(self._loaded) == len(self._children), _RANK_START_TIMEOUT_S, "to load the model")
+        return min(loaded.free_bytes for loaded in self._loaded.values())
 
-    def begin(self, incarnation: Incarnation, num_blocks: int, device: Device, num_host_blocks: int = 0) -> None:
-        """Let all ranks make their caches, meet them, and wait until they are ready."""
+    def initialize(self, incarnation: Incarnation, num_blocks: int, device: Device, num_host_blocks: int = 0) -> None:
+        """Have all ranks allocate their caches, join the rendezvous with them, and wait until they are ready.
+
+        Raises RankLostError when a rank is lost or late.
+        """
         timeout = timedelta(seconds=self._spec.timers.engine_stall_exit_s)
-        self.tell(Begin(incarnation, num_blocks, num_host_blocks))
+        self.send(Initialize(incarnation, num_blocks, num_host_blocks))
         assert self._store is not None
         try:
-            meet(self.collectives, device, self._store, timeout)
+            rendezvous(self.collectives, device, self._store, timeout)
         except RuntimeError as error:
-            raise RankLostError(self._lost or f"the ranks did not meet: {error}") from None
-        self._wait(lambda: len(self._said[Ready]) == len(self._children), START_TIMEOUT_S, "to be ready")
-        ready = sorted(self._said[Ready].items())
-        self.kv_endpoints = tuple(said.kv_endpoint for _, said in ready if isinstance(said, Ready))
+            raise RankLostError(self._lost or f"the rendezvous of the ranks failed: {error}") from None
+        self._wait(lambda: len(self._ready) == len(self._children), _RANK_START_TIMEOUT_S, "to initialize")
+        self.kv_endpoints = tuple(ready.kv_endpoint for _, ready in sorted(self._ready.items()))
 
-    def listen(self, listener: TeamListener) -> None:
-        """Who hears what the ranks say from here on."""
+    def set_listener(self, listener: TeamListener) -> None:
+        """Notify `listener` from now on, and immediately if the team is already lost."""
         with self._changed:
             self._listener = listener
             lost = self._lost
@@ -151,78 +155,85 @@ class RankTeam:
             listener.on_team_lost(lost)
 
     def close(self) -> None:
-        """End all ranks, in order if they do that soon. Twice does no harm."""
+        """End all ranks, in order if they do so in time. May be called twice."""
         with self._changed:
             self._closing = True
-            began = len(self._said[Ready]) == len(self._children)
-        self.tell(Quit())
+            initialized = len(self._ready) == len(self._children)
+        self.send(Quit())
         for child in self._children.values():
-            if not (began and child.ends_within(QUIT_TIMEOUT_S)):
+            if not (initialized and child.ends_within(_QUIT_TIMEOUT_S)):
                 child.kill()
                 child.wait()
-        self._wakeup.set()
+        self._waker.set()
         if self._thread.is_alive():
             self._thread.join()
         self._socket.close()
         for child in self._children.values():
             child.close()
         self._children.clear()
-        self._wakeup.close()
+        self._waker.close()
         self._context.close()
         self.collectives.disconnect()
         self._store = None
 
-    # -- what is told
+    # -- requests to the ranks
 
     @property
     def size(self) -> int:
-        """How many ranks there are, rank 0 among them."""
+        """Number of ranks, including rank 0."""
         return self._spec.size
 
-    def pass_on(self, plan: StepBatch) -> None:
-        """Let every rank compute its part of a step."""
-        self.tell(RunPlan(plan))
+    def broadcast_step(self, batch: StepBatch) -> None:
+        """Have every other rank compute its part of a step."""
+        self.send(ComputeStep(batch))
 
-    def tell(self, message: ToRank, rank: int | None = None) -> None:
-        """Tell one rank, or all, without waiting. What is told is done in the order in which it was told."""
+    def send(self, message: ToRank, rank: int | None = None) -> None:
+        """Queue a message to one rank, or to all, without waiting. A rank processes its messages in FIFO order."""
         self._inbox.put((rank, message))
 
     def call(self, make: Callable[[int], ToRank]) -> None:
-        """Tell all ranks and wait until each has done it. `make` gets the number that Done will have.
+        """Send a message to all ranks and wait until each has answered Done. `make` gets the call's number.
 
-        Comes back at once when the team is lost: then nothing is done any more. A rank that does not answer is lost.
+        A rank that does not answer in time is lost. Returns without waiting when the team is lost.
         """
         with self._changed:
-            self._calls += 1
-            call = self._calls
+            self._last_call += 1
+            call = self._last_call
             self._inbox.put((None, make(call)))
         others = range(1, self.size)
         try:
             self._wait(
                 lambda: all(self._done.get(rank, 0) >= call for rank in others),
                 self._spec.timers.engine_stall_exit_s,
-                "to do what it was told",
+                "to carry out a call",
             )
         except RankLostError as error:
             self._lose(str(error))
 
-    # -- the thread
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: bool(self._lost) or condition(), timeout_s):
+                raise RankLostError(f"a rank took longer than {timeout_s:g} s {what}")
+            if self._lost:
+                raise RankLostError(self._lost)
+
+    # -- the team's thread
 
     def _run(self) -> None:
-        while not self._ended():
-            self._loop.run_once(FLUSH_S if self._socket.has_pending else None)
+        while not self._has_ended():
+            self._loop.run_once(FLUSH_INTERVAL_S if self._socket.has_pending else None)
             self._socket.flush()
         self._socket.close()
 
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         with self._changed:
             return self._closing and all(child.has_ended for child in self._children.values())
 
-    def _send_all(self) -> None:
+    def _send_queued(self) -> None:
         for rank, message in self._inbox.take_all():
             for child in self._children.values():
                 if rank in (None, child.rank):
-                    sent = self._socket.send(child.self_id, child.outgoing.frames(message))
+                    sent = self._socket.send(child.self_id, child.outbound.frames(message))
                     if sent is SendResult.UNREACHABLE:
                         self._lose(f"rank {child.rank} cannot be reached")
 
@@ -231,35 +242,44 @@ class RankTeam:
             child = self._children.get(peer)
             if child is not None:
                 try:
-                    self._take(child, child.incoming.message(frames))
+                    self._handle(child, child.inbound.message(frames))
                 except InvariantError as error:
                     self._lose(f"rank {child.rank}: {error}")
 
-    def _take(self, child: RankProcess, message: FromRank) -> None:
-        event = _event(message)
-        if event is not None:
-            if self._listener is not None:
-                self._listener.on_rank_event(child.rank, event)
-            return
-        if isinstance(message, RankFailed):
-            # It may have failed because another one is ending, which is what somebody wants to read.
-            for other in self._children.values():
-                if other is not child and other.ends_within(ENDING_S):
-                    self._on_end(other)
-            self._lose(f"rank {child.rank}: {message.reason}")
-            return
+    def _handle(self, child: RankProcess, message: FromRank) -> None:
+        match message:
+            case Sent() | Stopped() | SendFailed() | Arrived() | Bad():
+                if self._listener is not None:
+                    self._listener.on_rank_event(child.rank, event_of(message))
+            case RankFailed(reason):
+                self._on_failed(child, reason)
+            case Loaded():
+                self._note(self._loaded, child, message)
+            case Ready():
+                self._note(self._ready, child, message)
+            case Done(call):
+                self._note(self._done, child, call)
+            case _:
+                assert_never(message)
+
+    def _note(self, table: dict[int, T], child: RankProcess, value: T) -> None:
         with self._changed:
-            if isinstance(message, Done):
-                self._done[child.rank] = message.call
-            else:
-                self._said[type(message)][child.rank] = message
+            table[child.rank] = value
             self._changed.notify_all()
 
+    def _on_failed(self, child: RankProcess, reason: str) -> None:
+        # It may have failed because another rank is ending: then that end is the cause to report.
+        for other in self._children.values():
+            if other is not child and other.ends_within(_FIRST_DEATH_WAIT_S):
+                self._on_end(other)
+        self._lose(f"rank {child.rank}: {reason}")
+
     def _on_end(self, child: RankProcess) -> None:
-        self._loop.remove(child)  # twice does no harm
+        self._loop.remove(child)  # may already be removed
         self._lose(child.wait())
 
     def _lose(self, reason: str) -> None:
+        """Kill all ranks and notify the listener, for the first reason only. Called by any thread."""
         with self._changed:
             if self._closing or self._lost:
                 return
@@ -271,28 +291,3 @@ class RankTeam:
             child.kill()
         if listener is not None:
             listener.on_team_lost(reason)
-
-    # -- inside
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._lost) or condition(), timeout_s):
-                raise RankLostError(f"a rank took longer than {timeout_s:g} s {what}")
-            if self._lost:
-                raise RankLostError(self._lost)
-
-
-def _event(message: FromRank) -> KvEvent | None:
-    """What a rank says of pieces, as its own mover said it there."""
-    match message:
-        case messages.Sent(key, number):
-            return PieceSent(key, number)
-        case messages.Stopped(key):
-            return PiecesStopped(key)
-        case messages.SendFailed(key, reason):
-            return KvSendFailed(key, reason)
-        case messages.Arrived(header):
-            return PieceArrived(header.piece())
-        case messages.Bad(key, number, reason):
-            return PieceBad(key, number, reason)
-    return None

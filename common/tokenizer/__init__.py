@@ -1,4 +1,4 @@
-"""Text to token ids and back, light enough for the router: no torch. `load_tokenizer(path)` is the way in."""
+"""Text to token ids and back. Light enough for the router: never imports torch. Entry point: `load_tokenizer(path)`."""
 
 from kvferry.common.tokenizer.load import load_tokenizer
 from kvferry.common.tokenizer.tokenizer import IncrementalDetokenizer, SpecialTokens, Tokenizer

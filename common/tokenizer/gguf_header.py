@@ -1,7 +1,7 @@
-"""Reads the head of a GGUF file: metadata and where each tensor lies. No tensor is read, no package needed.
+"""Reads the header of a GGUF file: metadata and tensor directory. Reads no tensor data and needs no package.
 
-The `gguf` package's reader takes seconds for a vocabulary of 50,000 strings, since it maps each into an array; a plain
-pass over the bytes takes a tenth of a second, and the router can use it. Format: GGUF versions 2 and 3, little-endian.
+The `gguf` package's reader takes seconds for a vocabulary of 50,000 strings, since it maps each into an array. One pass
+over the bytes takes a tenth of a second, and the router can use it. Format: GGUF versions 2 and 3, little-endian.
 """
 
 import mmap
@@ -23,11 +23,11 @@ _MAX_DIMENSIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where one tensor lies and what it is."""
+    """Directory entry of one tensor."""
 
     name: str
     shape: tuple[int, ...]
-    """As GGUF has it: the fastest-changing dimension first."""
+    """In GGUF order: the fastest-changing dimension first."""
     ggml_type: int
     offset: int
     """Bytes from the start of the file."""
@@ -35,18 +35,18 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Metadata and the tensors' directory."""
+    """Metadata and tensor directory."""
 
     metadata: dict[str, GgufValue]
     tensors: tuple[GgufTensor, ...]
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Raises ModelLoadError when the file is missing, is no GGUF, or ends too early."""
+    """Read the header. Raises ModelLoadError when the file is missing, is not GGUF, or is truncated."""
     try:
         with path.open("rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
-                raise ModelLoadError(f"{path} is no GGUF file; a model is one, or a HuggingFace directory")
+                raise ModelLoadError(f"{path} is not a GGUF file; expected a GGUF file or a HuggingFace directory")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return _Cursor(data).header()
     except OSError as error:
@@ -63,7 +63,7 @@ class _Cursor:
         self._at = 0
 
     def header(self) -> GgufHeader:
-        self._take(len(_MAGIC))  # checked before
+        self._take(len(_MAGIC))  # already checked
         version = self._integer("<I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version}; known are {', '.join(map(str, _VERSIONS))}")
@@ -75,7 +75,7 @@ class _Cursor:
         directory = [self._tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"general.alignment is {alignment!r}")
+            raise ValueError(f"general.alignment is {alignment!r}, expected a positive integer")
         base = -(-self._at // alignment) * alignment
         tensors = tuple(GgufTensor(t.name, t.shape, t.ggml_type, base + t.offset) for t in directory)
         return GgufHeader(metadata, tensors)
@@ -84,7 +84,7 @@ class _Cursor:
         name = self._string()
         dimensions = self._integer("<I")
         if dimensions > _MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+            raise ValueError(f"tensor {name} has {dimensions} dimensions; at most {_MAX_DIMENSIONS} are supported")
         shape = tuple(self._integer("<Q") for _ in range(dimensions))
         return GgufTensor(name, shape, self._integer("<I"), self._integer("<Q"))
 
@@ -98,7 +98,7 @@ class _Cursor:
     def _array(self) -> list[GgufValue]:
         kind, count = self._integer("<I"), self._integer("<Q")
         if count > len(self._data):
-            raise ValueError(f"an array claims {count} items")
+            raise ValueError(f"an array claims {count} items, more than the file has bytes")
         if kind in _SCALARS:
             layout = f"<{count}{_SCALARS[kind][1]}"
             return list(struct.unpack(layout, self._take(struct.calcsize(layout))))
@@ -120,7 +120,7 @@ class _Cursor:
     def _take(self, count: int) -> bytes:
         end = self._at + count
         if end > len(self._data):
-            raise ValueError(f"ends at {len(self._data)} where {end} bytes are needed")
+            raise ValueError(f"truncated at {len(self._data)} bytes; at least {end} are needed")
         taken = self._data[self._at : end]
         self._at = end
         return taken

@@ -1,4 +1,4 @@
-"""A tokenizer out of GGUF metadata: byte-level BPE with a known pre-tokenizer. Others are refused by name."""
+"""Builds a tokenizer from GGUF metadata: byte-level BPE with a known pre-tokenizer. Others are rejected by name."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,15 +20,15 @@ _QWEN2_WORDS = _WORDS.format(digits=r"\p{N}")
 
 
 def known_pre_tokenizers() -> tuple[str, ...]:
-    """Values of tokenizer.ggml.pre that are understood."""
+    """Supported values of tokenizer.ggml.pre."""
     return tuple(sorted(_PRE_TOKENIZERS))
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> Tokenizer:
-    """Raises ModelLoadError when the metadata has no tokenizer or one that is not known."""
+    """Raises ModelLoadError when the metadata has no tokenizer or an unsupported one."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
-        raise ModelLoadError(f"GGUF tokenizer model {kind!r} is not supported; only byte-level BPE (gpt2) is")
+        raise ModelLoadError(f"GGUF tokenizer model {kind!r} is not supported; only byte-level BPE ('gpt2') is")
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise ModelLoadError(
@@ -40,10 +40,10 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if name == "qwen2":
         backend.normalizer = normalizers.NFC()
-    _add_marks(backend, tokens, metadata.get("tokenizer.ggml.token_type"))
+    _add_special_tokens(backend, tokens, metadata.get("tokenizer.ggml.token_type"))
     special = _special(tokens, metadata)
     if metadata.get("tokenizer.ggml.add_bos_token") is True:
-        backend.post_processor = _begin_mark(backend, special.bos)
+        backend.post_processor = _bos_processor(backend, special.bos)
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(backend, special, template if isinstance(template, str) else None)
 
@@ -61,13 +61,13 @@ def _bpe(tokens: list[str], merges: list[str], *, ignore_merges: bool) -> BPE:
         raise ModelLoadError(f"the GGUF tokenizer's merges do not fit its vocabulary: {error}") from error
 
 
-def _add_marks(backend: Backend, tokens: list[str], types: GgufValue | None) -> None:
-    """Control tokens are special, user-defined ones are matched whole; both keep the ids they have."""
+def _add_special_tokens(backend: Backend, tokens: list[str], types: GgufValue | None) -> None:
+    """Add control tokens as special and user-defined ones as indivisible tokens, both with their existing ids."""
     if not isinstance(types, list) or len(types) != len(tokens):
-        raise ModelLoadError("tokenizer.ggml.token_type is missing or not as long as tokenizer.ggml.tokens")
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        marks = [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
-        added = [AddedToken(mark, special=special, normalized=False) for mark in marks]
+        raise ModelLoadError("tokenizer.ggml.token_type is missing, or its length differs from tokenizer.ggml.tokens")
+    for token_type, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        selected = [token for token, kind in zip(tokens, types, strict=True) if kind == token_type]
+        added = [AddedToken(token, special=special, normalized=False) for token in selected]
         if special:
             backend.add_special_tokens(added)
         else:
@@ -75,24 +75,24 @@ def _add_marks(backend: Backend, tokens: list[str], types: GgufValue | None) -> 
 
 
 def _special(tokens: list[str], metadata: Mapping[str, GgufValue]) -> SpecialTokens:
-    def mark(key: str) -> str | None:
+    def token(key: str) -> str | None:
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
         return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
-    return SpecialTokens(mark("bos"), mark("eos"), mark("padding"), mark("unknown"))
+    return SpecialTokens(token("bos"), token("eos"), token("padding"), token("unknown"))
 
 
-def _begin_mark(backend: Backend, bos: str | None) -> processors.TemplateProcessing:
+def _bos_processor(backend: Backend, bos: str | None) -> processors.TemplateProcessing:
     index = backend.token_to_id(bos) if bos is not None else None
     if bos is None or index is None:
-        raise ModelLoadError("tokenizer.ggml.add_bos_token is set, but there is no bos token")
+        raise ModelLoadError("tokenizer.ggml.add_bos_token is set, but the metadata has no bos token")
     return processors.TemplateProcessing(single="BEGIN $A", special_tokens=[("BEGIN", index)])
 
 
 def _strings(metadata: Mapping[str, GgufValue], key: str) -> list[str]:
     value = metadata.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ModelLoadError(f"{key} is missing or is no list of strings")
+        raise ModelLoadError(f"{key} is missing or not a list of strings")
     return [str(item) for item in value]
 
 

@@ -1,4 +1,4 @@
-"""Finds a model's tokenizer: tokenizer.json of a HuggingFace directory, or a GGUF file's metadata."""
+"""Loads a model's tokenizer: from tokenizer.json of a HuggingFace directory, or from a GGUF file's metadata."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from kvferry.common.tokenizer.tokenizer import SpecialTokens, Tokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """From a HuggingFace directory or a GGUF file. Raises ModelLoadError when there is none, or an unknown one."""
+    """Load from a HuggingFace directory or a GGUF file. Raises ModelLoadError if it has none or an unsupported one."""
     if path.is_dir():
         return _from_directory(path)
     return gguf_tokenizer(read_gguf_header(path).metadata)
@@ -26,7 +26,7 @@ def _from_directory(directory: Path) -> Tokenizer:
         backend = Backend.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the package raises nothing narrower
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
-    # A length limit or padding saved with the file would silently change what is asked for.
+    # A truncation or padding saved in the file would silently change the prompt.
     backend.no_truncation()
     backend.no_padding()
     config = _read_object(directory / "tokenizer_config.json")
@@ -44,17 +44,17 @@ def _read_object(path: Path) -> dict[str, object]:
 
 
 def _special(config: dict[str, object]) -> SpecialTokens:
-    def mark(key: str) -> str | None:
+    def token(key: str) -> str | None:
         value = config.get(key)
         if isinstance(value, dict):
             value = value.get("content")
         return value if isinstance(value, str) else None
 
-    return SpecialTokens(mark("bos_token"), mark("eos_token"), mark("pad_token"), mark("unk_token"))
+    return SpecialTokens(token("bos_token"), token("eos_token"), token("pad_token"), token("unk_token"))
 
 
 def _chat_template(directory: Path, config: dict[str, object]) -> str | None:
-    """A file of its own, or inside tokenizer_config.json: one template, or named ones of which `default` counts."""
+    """From chat_template.jinja, else from tokenizer_config.json: a template, or the `default` one of a named list."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

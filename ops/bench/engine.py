@@ -60,8 +60,8 @@ class EngineBench:
         self._runner: ModelRunner | LeadRunner = own
         if team is not None:
             team.wait_loaded()
-            team.begin(new_incarnation(), blocks, device)
-            self._runner = LeadRunner(own, team.pass_on)
+            team.initialize(new_incarnation(), blocks, device)
+            self._runner = LeadRunner(own, team.broadcast_step)
         self._vocab = loaded.config.vocab_size
         self._random = random.Random(1)
         self._ids, self._steps = count(1), count(1)

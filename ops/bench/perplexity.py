@@ -18,7 +18,7 @@ from kvferry.common.device.base import Device
 from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.engine.batch import make_batch
 from kvferry.common.engine.kv_cache import KvCache
-from kvferry.common.engine.staging import Staging
+from kvferry.common.engine.step_buffers import InputBuffers
 from kvferry.common.models.load import DtypeName, LoadedModel, load_model
 from kvferry.common.scheduling.step import ScheduledSequence
 
@@ -74,7 +74,7 @@ def _mean_loss(loaded: LoadedModel, device: Device, ids: Sequence[int], window: 
     block_size = device.supported_block_size(_BLOCK_SIZE)
     blocks = -(-window // block_size)
     cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)
-    staging = Staging(device)
+    staging = InputBuffers(device)
     starts = range(0, len(ids) - 1, window)
     total = 0.0
     for start in tqdm(starts, desc="windows", unit="window", disable=not progress):

@@ -14,7 +14,7 @@ from kvferry.common.cluster.events import (
     StepDone,
     StepProgressed,
 )
-from kvferry.common.engine.engine_thread import SAY_S
+from kvferry.common.engine.engine_thread import PROGRESS_INTERVAL_S
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
@@ -159,7 +159,7 @@ class SimEngine:
         self._stage = (plan, done)
         if plan.report_layers:
             self.post(LayersDone(plan.step_id, done))
-        elif self._layer_s(plan) >= SAY_S:
+        elif self._layer_s(plan) >= PROGRESS_INTERVAL_S:
             self.post(StepProgressed())
         if done < self.store.num_layers:
             if not self.stopped:

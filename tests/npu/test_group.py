@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 from kvferry.common.parallel.collectives import GroupCollectives
-from kvferry.common.parallel.group import meet, open_store
+from kvferry.common.parallel.group import open_store, rendezvous
 from kvferry.common.parallel.shard import Shard
 
 
@@ -18,7 +18,7 @@ def test_ranks_on_npus_meet_by_hccl(torch_npu):
     device, collectives = open_npu(1), GroupCollectives(Shard(0, 1))
     timeout = timedelta(seconds=2000)
     store = open_store()
-    meet(collectives, device, store, timeout)  # which compares rank and size
+    rendezvous(collectives, device, store, timeout)  # which compares rank and size
     group: Any = device.group(store, 0, 1, timeout)
     assert type(group) is torch_npu._C._distributed_c10d.ProcessGroupHCCL
     assert group.options._timeout == timeout

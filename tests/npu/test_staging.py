@@ -9,10 +9,10 @@ from tests.npu.reference_kernels import bind_kernels
 bind_kernels()
 from kvferry.common.device.npu import open_npu
 from kvferry.common.engine.batch import make_batch
-from kvferry.common.engine.staging import Landing, Staging, StepShape
+from kvferry.common.engine.step_buffers import InputBuffers, OutputBuffer, StepShape
 from kvferry.common.scheduling.step import ScheduledSequence
 device = open_npu(0)
-staging, landing = Staging(device), Landing(device)
+staging, landing = InputBuffers(device), OutputBuffer(device)
 scheduled = [
     ScheduledSequence(1, array("I", [5, 6]), 127, (2, 1), True, 129),
     ScheduledSequence(2, array("I", [7]), 0, (3,), True, 1),
@@ -21,7 +21,7 @@ batch = make_batch(scheduled, 128, staging)
 meta = batch.meta
 on_device = [batch.token_ids, batch.positions, meta.slot_mapping, meta.lengths, meta.block_tables, batch.sampled_rows]
 apart = all(tensor.device == device.torch_device and tensor.is_contiguous() for tensor in on_device)
-staging.place(StepShape(3, 2, 2)).token_ids.fill(0)  # the host's side alone
+staging.host_views(StepShape(3, 2, 2)).token_ids.fill(0)  # the host's side alone
 fetched = [tensor.tolist() for tensor in landing.fetch(on_device)]
 result = [apart, staging._host.is_pinned(), landing._host.is_pinned(), fetched]
 """

@@ -28,7 +28,7 @@ from kvferry.common.config.schema import NODE_KINDS, KvTransport, NodeKind, Rout
 from kvferry.common.device.base import Device
 from kvferry.common.engine.kv_cache import bytes_per_token
 from kvferry.common.models.load import LoadedModel
-from kvferry.common.node.build import NodeBuilder, Surroundings
+from kvferry.common.node.build import NodeBuilder, NodeEnvironment
 from kvferry.common.node.shell import NodeShell
 from kvferry.common.transport.context import TransportContext
 from kvferry.decode_node.role import make_decode_role
@@ -182,10 +182,10 @@ class Cluster:
         """Start a node; `bind` makes it take a dead one's place."""
         pauses = PausePoints()
         settings = self._settings(name, role, bind)
-        around = Surroundings(
+        environment = NodeEnvironment(
             self.node_context, self.clock, self.log, self.options.timers, self.options.limits, wrap_runner=pauses.wrap
         )
-        builder = NodeBuilder(self.loaded, self._device, settings, around, _MAKE_ROLES[role])
+        builder = NodeBuilder(self.loaded, self._device, settings, environment, _MAKE_ROLES[role])
         node = self.nodes[name] = NodeThread(name, role, builder.build(), pauses)
         node.start()
         return node

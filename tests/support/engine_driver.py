@@ -1,4 +1,4 @@
-"""A plain stand-in for a scheduler: drives a ModelRunner with chunks and ragged batches on blocks in random order."""
+"""A minimal scheduler for tests: drives a ModelRunner with chunks and ragged batches on blocks in random order."""
 
 import random
 from array import array
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_new_tokens=1)
 
 @dataclass
 class Sequence:
-    """One sequence under way: its ids, and how many of them are in the cache."""
+    """A running sequence: its ids, and how many of them are in the cache."""
 
     seq_id: int
     ids: list[int]
@@ -40,7 +40,7 @@ class Sequence:
 
 
 class EngineDriver:
-    """A runner with a cache of its own. Every `step` computes the chunks it is told and draws where a prompt ends."""
+    """A runner with its own cache. Each `step` computes the given chunks and samples where a prompt ends."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EngineDriver:
         graphs: Graphs | None = None,
         graph_sizes: tuple[GraphSize, ...] = (),
     ) -> None:
-        # One thread: small models gain nothing from more, and lose much where other processes want the cores too.
+        # One thread: small models gain nothing from more, and lose much when other processes use the cores.
         device = device or CpuDevice(1)
         device.activate_thread()
         scratch = num_scratch_blocks(graph_sizes, block_size)
@@ -79,7 +79,7 @@ class EngineDriver:
         return sequence
 
     def share_prefix(self, source: Sequence, target: Sequence, blocks: int) -> None:
-        """Let target start on source's first whole blocks, as a prefix cache does."""
+        """Start `target` on the first whole blocks of `source`, as a prefix cache does."""
         target.blocks = source.blocks[:blocks]
         target.computed = blocks * self.cache.block_size
 
@@ -92,15 +92,15 @@ class EngineDriver:
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Its blocks may be anybody's."""
+        """Return the sequence's blocks to the free list."""
         self._free.extend(sequence.blocks)
         sequence.blocks = []
 
     def step(self, work: list[tuple[Sequence, int]], on_layers_done: Callable[[int], None] | None = None) -> StepResult:
-        """(sequence, most tokens to compute) pairs in one batch."""
+        """Compute (sequence, maximum number of tokens) pairs in one batch."""
         scheduled = []
-        for sequence, most in work:
-            chunk = sequence.ids[sequence.computed : sequence.computed + most]
+        for sequence, max_tokens in work:
+            chunk = sequence.ids[sequence.computed : sequence.computed + max_tokens]
             end = sequence.computed + len(chunk)
             self.reserve(sequence, end)
             sample = end == len(sequence.ids)
@@ -115,7 +115,7 @@ class EngineDriver:
                 )
             )
             sequence.computed = end
-        plan = StepBatch(
+        batch = StepBatch(
             next(self._step_ids),
             tuple(scheduled),
             tuple(self._new),
@@ -123,7 +123,7 @@ class EngineDriver:
             report_layers=on_layers_done is not None,
         )
         self._new, self._finished = [], []
-        result = self.runner.execute(plan, on_layers_done)
+        result = self.runner.execute(batch, on_layers_done)
         for sequence, _ in work:
             if sequence.seq_id in result.sampled:
                 sequence.ids.append(result.sampled[sequence.seq_id])
@@ -132,12 +132,12 @@ class EngineDriver:
         return result
 
     def generate(self, sequences: list[Sequence], new_tokens: int, chunk: int = 1 << 30) -> None:
-        """All of them together, each in chunks of at most `chunk`, until each has its output tokens."""
+        """Run all sequences together, in chunks of at most `chunk`, until each has its output tokens."""
         while work := [(s, chunk) for s in sequences if len(s.output) < new_tokens and s.failed is None]:
             self.step(work)
 
     def serve(self, sequences: list[Sequence], new_tokens: int, budget: int, in_flight: int) -> None:
-        """Like a scheduler: at most `in_flight` at once, decodes first, the rest of the budget for prompts in order."""
+        """Run at most `in_flight` sequences at a time: decodes first, the rest of the budget for prompts in order."""
         waiting, running = list(sequences), list[Sequence]()
         while waiting or running:
             while waiting and len(running) < in_flight:

@@ -1,4 +1,4 @@
-"""Looks at the nodes of a running cluster as one more router worker that asks for nothing: their published loads."""
+"""Observes the published loads of a running cluster's nodes, as an additional router worker that sends no requests."""
 
 import asyncio
 import logging
@@ -22,29 +22,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NodeView:
-    """What a node said last."""
+    """A node's last Status."""
 
     state: LinkState
     said: tuple[str, int]
-    """Which Status of which process life this is."""
+    """(incarnation, number of its Status)."""
     steps_done: int
     work_waiting: bool
     load: NodeLoad
 
     @property
     def is_idle(self) -> bool:
-        """Holds nothing for anybody."""
+        """Whether the node has no request, no reservation and no block in use."""
         load = self.load
         quiet = not self.work_waiting and load.waiting_requests == load.running_requests == load.reserved_blocks == 0
         return self.state is LinkState.ALIVE and quiet and load.free_blocks == load.total_blocks
 
 
 class NodeWatch:
-    """A worker's service in a thread of its own; use it as a context manager."""
+    """Runs a router worker's service on a thread. Use it as a context manager."""
 
     def __init__(self, announcements: str, security: Security | None = None) -> None:
         self._context = TransportContext(security)
-        # What is silent stays in sight: whether it is suspect is for the test to see, and a dead process refuses.
+        # Silent nodes must stay listed: the test looks at whether they are suspect. A dead process refuses connections.
         timers = Timers(dead_after_s=PATIENCE_S)
         settings = ServiceSettings("watch", timers, Limits(), announcements=announcements)
         self._service = RouterService(settings, MonotonicClock(), self._context, logging.getLogger("tests.watch"))
@@ -64,11 +64,11 @@ class NodeWatch:
         self._context.close()
 
     def views(self) -> dict[str, NodeView]:
-        """Node name -> what it said last, of the nodes that said anything."""
+        """Node name -> its last Status, for the nodes that have sent one."""
         return self._ask(self._views)
 
     def wait_idle(self, *names: str, what: str = "every node is idle", deadline_s: float = PATIENCE_S) -> None:
-        """Until these nodes say, from now on, that they hold nothing."""
+        """Wait until each of these nodes has sent a new Status in which it is idle."""
         before = {name: view.said for name, view in self.views().items()}
 
         def idle() -> bool:
@@ -82,7 +82,7 @@ class NodeWatch:
 
     def _views(self) -> dict[str, NodeView]:
         views: dict[str, NodeView] = {}
-        # An earlier life has the same name and may still be listed.
+        # An earlier incarnation has the same name and may still be listed.
         for link in sorted(self._service.core.links.links.values(), key=lambda link: link.last_heard):
             if link.welcome is not None and link.status is not None:
                 status = link.status

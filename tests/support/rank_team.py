@@ -1,4 +1,4 @@
-"""Teams of real rank processes for tests of the engine: a driver whose runner leads them."""
+"""Teams of real rank processes for engine tests, with a driver of rank 0."""
 
 import logging
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ BLOCKS, BLOCK_SIZE, HOST_BLOCKS = 64, 4, 16
 
 
 def spec_of(path: Path, size: int, dtype: str | None = None) -> RankSpec:
-    """What the ranks have in common, on a CPU, a thread each."""
+    """The common spec of ranks on a CPU with one thread each."""
     node = NodeConfig(tensor_parallel=size, threads=1, block_size=BLOCK_SIZE, max_model_len=200)
     settings = resolve_node(ClusterConfig(node=node), "prefill", HostFacts(1, 1 << 30))
     return RankSpec(
@@ -38,25 +38,24 @@ def spec_of(path: Path, size: int, dtype: str | None = None) -> RankSpec:
     )
 
 
-class Heard:
-    """A TeamListener that keeps what it hears."""
+class RecordingListener:
+    """A TeamListener that records why the team was lost."""
 
     def __init__(self) -> None:
         self.lost: list[str] = []
 
     def on_rank_event(self, rank: int, event: KvEvent) -> None:
-        """No test of the engine moves KV."""
-        raise AssertionError(f"rank {rank}: {event}")
+        raise AssertionError(f"rank {rank}: {event}")  # engine tests move no KV
 
     def on_team_lost(self, reason: str) -> None:
         self.lost.append(reason)
 
 
 @contextmanager
-def running_team(path: Path, size: int) -> Iterator[tuple[RankTeam, EngineDriver, Heard]]:
-    """A driver of rank 0 with the other ranks behind it; all ends with the block, and nothing is left."""
+def running_team(path: Path, size: int) -> Iterator[tuple[RankTeam, EngineDriver, RecordingListener]]:
+    """A driver of rank 0 with real processes for the other ranks, which end with the block."""
     team = RankTeam(spec_of(path, size), LOG)
-    heard = Heard()
+    listener = RecordingListener()
     try:
         team.start()
         loaded = load_model(path, device=CpuDevice(1), progress=False, collectives=team.collectives)
@@ -64,9 +63,9 @@ def running_team(path: Path, size: int) -> Iterator[tuple[RankTeam, EngineDriver
             loaded, blocks=BLOCKS, block_size=BLOCK_SIZE, host_blocks=HOST_BLOCKS, collectives=team.collectives
         )
         assert team.wait_loaded() > 0
-        team.begin(new_incarnation(), BLOCKS, CpuDevice(1), HOST_BLOCKS)
-        team.listen(heard)
-        driver.runner = LeadRunner(driver.runner, team.pass_on)  # type: ignore[assignment]
-        yield team, driver, heard
+        team.initialize(new_incarnation(), BLOCKS, CpuDevice(1), HOST_BLOCKS)
+        team.set_listener(listener)
+        driver.runner = LeadRunner(driver.runner, team.broadcast_step)  # type: ignore[assignment]
+        yield team, driver, listener
     finally:
         team.close()

@@ -1,7 +1,7 @@
-"""Decode steps that are recorded and replayed give what the same steps give when they are computed.
+"""Recorded and replayed decode steps return the same results as computed ones.
 
-The stand-in for a device's graphs (`tests/support/replayed_graphs.py`) refuses what a real one could not record,
-replays on the same memory alone, and fills everything else with rubbish.
+The stand-in for a device's graphs (`tests/support/replayed_graphs.py`) rejects operations that a real one could not
+record, replays on the same memory only, and fills all other memory with garbage.
 """
 
 import logging
@@ -18,7 +18,7 @@ from kvferry.common.device.quantize import WeightScheme
 from kvferry.common.engine.batch import make_batch
 from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize, graph_sizes, num_scratch_blocks
 from kvferry.common.engine.kv_cache import KvCache
-from kvferry.common.engine.staging import Staging
+from kvferry.common.engine.step_buffers import InputBuffers
 from kvferry.common.models.load import LoadedModel, load_model
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import ScheduledSequence
@@ -59,14 +59,14 @@ def driver_of(loaded: LoadedModel, graphs: ReplayedGraphs | None, sizes: tuple[G
 
 
 def params(seed: int) -> SamplingParams:
-    """One of three is greedy."""
+    """Every third seed is greedy."""
     return SamplingParams(
         max_new_tokens=1, do_sample=seed % 3 > 0, seed=seed, temperature=1.5, top_k=40, repetition_penalty=1.1
     )
 
 
-def test_tokens_are_those_of_an_engine_without_graphs(loaded: LoadedModel) -> None:
-    """Batches grow and shrink under way, chunks of prompts come between, tables outgrow the short width."""
+def test_tokens_equal_those_of_an_engine_without_graphs(loaded: LoadedModel) -> None:
+    """Batches grow and shrink, prompt chunks come in between, block tables outgrow the short width."""
     outputs = []
     graphs = ReplayedGraphs()
     for used in (graphs, None):
@@ -79,8 +79,8 @@ def test_tokens_are_those_of_an_engine_without_graphs(loaded: LoadedModel) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-def test_a_replay_equals_the_same_step_computed_bit_for_bit(loaded: LoadedModel, count: int) -> None:
-    """Hidden states and cache: filled up and full, over a shared prefix, after other sizes were replayed."""
+def test_a_replay_is_bit_identical_to_the_computed_step(loaded: LoadedModel, count: int) -> None:
+    """Hidden states and cache: padded and full batches, over a shared prefix, after replays of other sizes."""
     driver = driver_of(loaded, ReplayedGraphs())
     sequences = _decoding(driver, count)
     driver.generate(sequences, 3)
@@ -94,19 +94,19 @@ def test_a_replay_equals_the_same_step_computed_bit_for_bit(loaded: LoadedModel,
         _, hidden = replayed
         width = replayed[0].meta.block_tables.shape[1]
         filled = [*scheduled, *driver.graphs._padding[: len(hidden) - count]]
-        batch = make_batch(filled, BLOCK, Staging(PagedDevice()), width)
-        # Sums over keys that are not there are zeros, but how many there are changes the order of the others.
+        batch = make_batch(filled, BLOCK, InputBuffers(PagedDevice()), width)
+        # Masked keys contribute zeros, but their number changes the summation order of the other keys.
         meta = replace(batch.meta, seq_lens=(width * BLOCK,) * len(hidden))
         wanted = loaded.model.forward(batch.token_ids, batch.positions, caches, meta)
         assert torch.equal(hidden, wanted)
         for layer, other in zip(driver.cache.layers, caches, strict=True):
             assert all(torch.equal(one, two) for one, two in zip(layer, other, strict=True))
-        batch = make_batch(scheduled, BLOCK, Staging(PagedDevice()))
+        batch = make_batch(scheduled, BLOCK, InputBuffers(PagedDevice()))
         alone = loaded.model.forward(batch.token_ids, batch.positions, caches, batch.meta)
         torch.testing.assert_close(hidden[:count], alone, rtol=1e-4, atol=1e-4)
 
 
-def test_rows_that_fill_up_write_to_scratch_blocks_alone(llama: LoadedModel) -> None:
+def test_padding_rows_write_to_scratch_blocks_only(llama: LoadedModel) -> None:
     driver = driver_of(llama, ReplayedGraphs())
     sequences = _decoding(driver, 5)
     scheduled = [_next_step(driver, sequence) for sequence in sequences]
@@ -120,7 +120,7 @@ def test_rows_that_fill_up_write_to_scratch_blocks_alone(llama: LoadedModel) -> 
         assert changed - set(driver.cache.scratch_blocks) == written
 
 
-def test_what_fails_in_a_replay_fails_its_own_sequence_alone(llama: LoadedModel) -> None:
+def test_a_failure_in_a_replay_fails_its_own_sequence_only(llama: LoadedModel) -> None:
     graphs = ReplayedGraphs()
     driver, undisturbed = driver_of(llama, graphs), driver_of(llama, None)
     sequences, others = _decoding(driver, 3), _decoding(undisturbed, 3)
@@ -138,9 +138,9 @@ def test_steps_that_fit_no_graph_are_computed(llama: LoadedModel) -> None:
     driver = driver_of(llama, graphs, (GraphSize(2, 4),))
     three = _decoding(driver, 3)
     driver.step([(sequence, 1) for sequence in three])
-    assert graphs.replays == [], "too many"
+    assert graphs.replays == [], "too many sequences"
     driver.step([(three[0], 1), (driver.add(random_prompt(1, 5)), 5)])
-    assert graphs.replays == [], "a chunk"
+    assert graphs.replays == [], "a prompt chunk"
     reported: list[int] = []
     driver.reserve(three[0], len(three[0].ids))
     driver.step([(three[0], 1)], reported.append)
@@ -150,13 +150,13 @@ def test_steps_that_fit_no_graph_are_computed(llama: LoadedModel) -> None:
     assert len(graphs.replays) == 1
     long = driver.add(random_prompt(2, 20))
     driver.generate([long], 3)
-    assert len(graphs.replays) == 1, "too long"
+    assert len(graphs.replays) == 1, "too long a table"
 
 
-def test_a_step_that_cannot_be_recorded_is_told_of_once_and_computed(
+def test_a_step_that_cannot_be_recorded_is_logged_once_and_computed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Experts that are computed one by one wait for what was chosen."""
+    """Experts are computed one by one, so the host waits for the routing."""
     make_family_checkpoint(tmp_path, "qwen3_moe")
     experts = load_model(tmp_path, device=PagedDevice(), dtype="float32", progress=False)
     graphs = ReplayedGraphs()
@@ -175,7 +175,7 @@ def test_a_step_that_cannot_be_recorded_is_told_of_once_and_computed(
     assert graphs.replays == []
 
 
-def test_sizes_halve_their_tables_and_stay_below_the_bound() -> None:
+def test_sizes_halve_their_tables_and_respect_the_token_limit() -> None:
     sizes = graph_sizes((4, 1, 64), max_blocks=160, block_size=16, most_tokens=1 << 16)
     assert sizes == (
         GraphSize(1, 20), GraphSize(1, 40), GraphSize(1, 80), GraphSize(1, 160),
@@ -188,8 +188,8 @@ def test_sizes_halve_their_tables_and_stay_below_the_bound() -> None:
     assert num_scratch_blocks((), 16) == 0
 
 
-class Shrinking(PagedDevice):
-    """Its memory is less at each look."""
+class ShrinkingMemory(PagedDevice):
+    """A device whose free memory shrinks with each query."""
 
     def __init__(self, *free: int) -> None:
         super().__init__()
@@ -200,17 +200,17 @@ class Shrinking(PagedDevice):
 @pytest.mark.parametrize(
     ("free", "sizes", "wanted"), [((900, 700, 695), 4, 200 + 3 * 5), ((900, 700), 1, 200), ((700, 900, 900), 3, 0)]
 )
-def test_memory_is_measured_by_the_two_largest(
+def test_memory_is_estimated_from_the_two_largest_sizes(
     llama: LoadedModel, free: tuple[int, ...], sizes: int, wanted: int
 ) -> None:
     table = tuple(GraphSize(n, 2) for n in range(1, sizes + 1))
-    device, config = Shrinking(*free), llama.config
+    device, config = ShrinkingMemory(*free), llama.config
     cache = KvCache(device, llama.kv_specs, config.num_layers, 1, BLOCK, num_scratch_blocks(table, BLOCK))
     assert DecodeGraphs(llama.model, cache, device, ReplayedGraphs(), table).measure() == wanted
 
 
 def _decoding(driver: EngineDriver, count: int) -> list[Sequence]:
-    """Sequences whose next step is a token each; the second stands on the first's blocks."""
+    """Sequences whose next step is one decode token each; the second shares the first's prefix."""
     sequences = [driver.add(random_prompt(n, 5 + 2 * n), params(n)) for n in range(count)]
     for sequence in sequences[:1]:
         driver.generate([sequence], 1)

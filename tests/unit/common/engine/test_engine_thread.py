@@ -1,4 +1,4 @@
-"""The engine thread: plans in their order, with true ids in place of those that were drawn meanwhile."""
+"""The engine thread: FIFO order, token ids filled in for tokens in flight, layer and progress events."""
 
 import logging
 from array import array
@@ -14,8 +14,8 @@ from kvferry.common.cluster.events import (
     StepProgressed,
 )
 from kvferry.common.engine.engine_thread import (
-    LONG_S,
-    SAY_S,
+    PROGRESS_INTERVAL_S,
+    SHORT_STEP_S,
     EngineThread,
 )
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
@@ -27,74 +27,74 @@ def part(token_id: int, position: int, *, ahead: bool = False) -> ScheduledSeque
 
 
 class CountingRunner:
-    """Draws 101, 102 and so on for sequence 7; the second step fails."""
+    """Samples 101, 102 and so on for sequence 7; the second step fails."""
 
     def __init__(self) -> None:
-        self.plans: list[StepBatch] = []
+        self.batches: list[StepBatch] = []
 
-    def execute(self, plan: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
-        self.plans.append(plan)
+    def execute(self, batch: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
+        self.batches.append(batch)
         if on_layers_done is not None:
             on_layers_done(1)
-        if plan.step_id == 2:
+        if batch.step_id == 2:
             return StepResult(2, failed={7: "not a number"})
-        return StepResult(plan.step_id, {7: 100 + plan.step_id})
+        return StepResult(batch.step_id, {7: 100 + batch.step_id})
 
 
-def run(*plans: StepBatch) -> tuple[list[StepBatch], list[Event]]:
-    """What the runner was given, and what was posted."""
+def run(*batches: StepBatch) -> tuple[list[StepBatch], list[Event]]:
+    """The batches given to the runner, and the posted events."""
     runner, posted = CountingRunner(), list[Event]()
     engine = EngineThread(runner, lambda: None, posted.append, logging.getLogger("test"))
-    for plan in plans:
-        engine.submit(plan)
+    for batch in batches:
+        engine.submit(batch)
     engine.start()
     assert engine.stop(PATIENCE_S)
-    return runner.plans, posted
+    return runner.batches, posted
 
 
-def test_a_step_planned_ahead_computes_what_the_step_before_drew():
-    plans, posted = run(StepBatch(1, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),)))
-    assert plans == [StepBatch(1, (part(5, 3),)), StepBatch(3, (part(101, 4),))]
+def test_a_step_scheduled_ahead_computes_the_token_sampled_by_the_previous_step():
+    batches, posted = run(StepBatch(1, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),)))
+    assert batches == [StepBatch(1, (part(5, 3),)), StepBatch(3, (part(101, 4),))]
     assert posted == [StepDone(StepResult(1, {7: 101})), StepDone(StepResult(3, {7: 103}))]
 
 
-def test_behind_a_failure_it_computes_some_id():
-    plans, posted = run(StepBatch(2, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),)))
-    assert plans[1] == StepBatch(3, (part(0, 4),))
+def test_after_a_failed_sample_it_computes_an_arbitrary_id():
+    batches, posted = run(StepBatch(2, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),)))
+    assert batches[1] == StepBatch(3, (part(0, 4),))
     assert posted[0] == StepDone(StepResult(2, failed={7: "not a number"}))
 
 
-def test_layers_are_told_of_the_step_that_reports_them():
+def test_layers_are_posted_for_the_step_that_reports_them():
     _, posted = run(StepBatch(1, (part(5, 3),)), StepBatch(3, (part(0, 4, ahead=True),), report_layers=True))
     assert [event for event in posted if isinstance(event, LayersDone)] == [LayersDone(3, 1)]
 
 
 class SlowRunner:
-    """Four layers that take so long each; notes which steps were asked for them."""
+    """Four layers of `layer_s` each; records the steps that had a layer callback."""
 
     def __init__(self, clock: ManualClock, layer_s: float) -> None:
         self.clock, self.layer_s = clock, layer_s
-        self.asked: list[int] = []
+        self.with_callback: list[int] = []
 
-    def execute(self, plan: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
+    def execute(self, batch: StepBatch, on_layers_done: Callable[[int], None] | None) -> StepResult:
         for layer in range(4):
             self.clock.advance(self.layer_s)
             if on_layers_done is not None:
                 on_layers_done(layer + 1)
         if on_layers_done is not None:
-            self.asked.append(plan.step_id)
-        return StepResult(plan.step_id)
+            self.with_callback.append(batch.step_id)
+        return StepResult(batch.step_id)
 
 
-def go(layer_s: float, *plans: StepBatch) -> tuple[list[int], list[Event]]:
+def run_slow(layer_s: float, *batches: StepBatch) -> tuple[list[int], list[Event]]:
     clock, posted = ManualClock(), list[Event]()
     runner = SlowRunner(clock, layer_s)
     engine = EngineThread(runner, lambda: None, posted.append, logging.getLogger("test"), clock=clock)
-    for plan in plans:
-        engine.submit(plan)
+    for batch in batches:
+        engine.submit(batch)
     engine.start()
     assert engine.stop(PATIENCE_S)
-    return runner.asked, posted
+    return runner.with_callback, posted
 
 
 DECODE = tuple(StepBatch(number, (part(5, number),)) for number in (1, 2, 3))
@@ -102,13 +102,13 @@ CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),)
 
 
 @pytest.mark.rule(10)
-@pytest.mark.parametrize(("layer_s", "signs"), [(SAY_S * 3, 4), (SAY_S / 2, 2), (SAY_S / 8, 0)])
-def test_a_long_step_says_that_it_goes_on_but_not_with_each_layer(layer_s: float, signs: int):
-    """ADR 0027."""
-    _, posted = go(layer_s, DECODE[0])
-    assert posted == [*[StepProgressed()] * signs, StepDone(StepResult(1))]
+@pytest.mark.parametrize(("intervals", "events"), [(3.0, 4), (1 / 2, 2), (1 / 8, 0)])
+def test_a_long_step_posts_its_progress_but_not_for_every_layer(intervals: float, events: int):
+    """Each layer takes so many intervals. ADR 0027."""
+    _, posted = run_slow(intervals * PROGRESS_INTERVAL_S, DECODE[0])
+    assert posted == [*[StepProgressed()] * events, StepDone(StepResult(1))]
 
 
-def test_steps_after_a_short_one_are_computed_in_one_call_unless_they_have_a_prompt():
-    assert go(LONG_S / 16, *DECODE, CHUNK)[0] == [1, 4]
-    assert go(LONG_S / 2, *DECODE, CHUNK)[0] == [1, 2, 3, 4]
+def test_steps_after_a_short_one_have_no_layer_callback_unless_they_have_a_prompt():
+    assert run_slow(SHORT_STEP_S / 16, *DECODE, CHUNK)[0] == [1, 4]
+    assert run_slow(SHORT_STEP_S / 2, *DECODE, CHUNK)[0] == [1, 2, 3, 4]

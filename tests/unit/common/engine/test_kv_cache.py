@@ -1,4 +1,4 @@
-"""The cache's bytes on the wire: the canonical order, whole round trips, and decoding that goes on elsewhere."""
+"""The cache in wire order: the order itself, round trips, and decoding that continues in another cache."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def make_cache(block_size: int = BLOCK_SIZE) -> KvCache:
 
 
 def random_bytes(length: int) -> bytes:
-    """Whole bytes 0 to 63: no value that they make up is a not-a-number, whatever its type."""
+    """Bytes 0 to 63: no value composed of them is NaN, in any dtype."""
     generator = torch.Generator().manual_seed(length)
     return bytes(torch.randint(0, 64, (length,), generator=generator, dtype=torch.uint8).tolist())
 
@@ -35,7 +35,7 @@ def test_sizes() -> None:
     assert num_blocks_for(make_cache().num_bytes - 1, SPECS, LAYERS, BLOCK_SIZE) == BLOCKS - 1
 
 
-def test_order_on_the_wire_is_layer_tensor_token_value() -> None:
+def test_wire_order_is_layer_tensor_token_value() -> None:
     cache = make_cache()
     table, device = [5, 2], CpuDevice()
     parts = []
@@ -51,7 +51,7 @@ def test_order_on_the_wire_is_layer_tensor_token_value() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 12), (0, 1), (3, 5), (4, 8), (7, 11)])
 @pytest.mark.parametrize("layers", [(0, 3), (1, 2)])
-def test_what_was_written_is_read_back_and_nothing_else_changed(start: int, end: int, layers: tuple[int, int]) -> None:
+def test_written_bytes_are_read_back_and_nothing_else_changes(start: int, end: int, layers: tuple[int, int]) -> None:
     cache, table = make_cache(), [7, 0, 4]
     everything = random_bytes(cache.range_bytes(0, LAYERS, 0, 12))
     cache.write(0, LAYERS, table, 0, 12, everything)
@@ -65,7 +65,7 @@ def test_what_was_written_is_read_back_and_nothing_else_changed(start: int, end:
 
 
 def _cut(everything: bytes, layers: tuple[int, int], start: int, end: int) -> bytes:
-    """Layers and tokens of what was read over 12 tokens of all layers."""
+    """Select layers and tokens from bytes read over 12 tokens of all layers."""
     cut, at = b"", 0
     for layer in range(LAYERS):
         for size in (2 * 3 * 4, 5 * 2):
@@ -76,7 +76,7 @@ def _cut(everything: bytes, layers: tuple[int, int], start: int, end: int) -> by
 
 
 @pytest.mark.rule(23)
-def test_another_block_size_takes_the_same_bytes() -> None:
+def test_a_cache_of_another_block_size_accepts_the_same_bytes() -> None:
     one, other = make_cache(4), make_cache(8)
     data = random_bytes(one.range_bytes(0, LAYERS, 0, 11))
     one.write(0, LAYERS, [3, 1, 2], 0, 11, data)
@@ -84,7 +84,7 @@ def test_another_block_size_takes_the_same_bytes() -> None:
     assert bytes(other.read(0, LAYERS, [6, 5], 0, 11)) == data
 
 
-def test_wrong_ranges_are_refused_before_anything_is_touched() -> None:
+def test_invalid_ranges_are_rejected_without_any_change() -> None:
     cache = make_cache()
     with pytest.raises(ValueError, match="bytes for a range"):
         cache.write(0, 1, [0], 0, 4, b"short")
@@ -110,8 +110,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.mark.parametrize("cached", [0, 8])
-def test_decoding_goes_on_in_another_cache_with_the_same_tokens(loaded: LoadedModel, cached: int) -> None:
-    """Computed on one node, ferried layer group by layer group, decoded on another with other blocks and sizes."""
+def test_decoding_continues_in_another_cache_with_the_same_tokens(loaded: LoadedModel, cached: int) -> None:
+    """Computed on one node, transferred in groups of layers, decoded on another with other blocks and block size."""
     prompt = random_prompt(8, 37)
     here = EngineDriver(loaded, block_size=4)
     undisturbed = here.add(prompt)

@@ -1,4 +1,4 @@
-"""The runner: ragged batches, layer reports, failures that stay with their own sequence, sampled runs that repeat."""
+"""The runner: ragged batches, layer reports, failures limited to one sequence, reproducible sampling."""
 
 from array import array
 from pathlib import Path
@@ -45,8 +45,8 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(loaded: Loaded
 
 
 @pytest.mark.rule(32)
-def test_a_new_attempt_goes_on_as_if_nothing_had_happened(loaded: LoadedModel) -> None:
-    """Prompt and the tokens so far, given to a fresh runner as one longer prompt: seed, position and penalty agree."""
+def test_a_second_attempt_continues_with_the_same_tokens(loaded: LoadedModel) -> None:
+    """Prompt and tokens so far, given to a new runner as one longer prompt: seed, position and penalty agree."""
     prompt = random_prompt(1, 20)
     whole = alone(loaded, prompt, 12, sampled(5))
     driver = EngineDriver(loaded)
@@ -74,18 +74,18 @@ def test_layers_are_reported_in_order_and_their_kv_is_complete(loaded: LoadedMod
     assert b"".join(pieces) == wanted
 
 
-def test_signs_of_a_step_change_nothing_of_it(loaded: LoadedModel) -> None:
-    """Layers of a step that is not reported are told as they come."""
-    driver, told = EngineDriver(loaded), list[int]()
+def test_a_layer_callback_does_not_change_the_step(loaded: LoadedModel) -> None:
+    """The callback of a step without `report_layers` is called as layers are started."""
+    driver, called = EngineDriver(loaded), list[int]()
     sequence = driver.add([1, 2, 3])
     driver.reserve(sequence, 3)
     scheduled = ScheduledSequence(1, array("I", [1, 2, 3]), 0, tuple(sequence.blocks), False)
-    plan = StepBatch(1, (scheduled,))
-    assert driver.runner.execute(plan, told.append).sampled == {}
-    assert told == [1, 2, 3]
+    batch = StepBatch(1, (scheduled,))
+    assert driver.runner.execute(batch, called.append).sampled == {}
+    assert called == [1, 2, 3]
 
 
-def test_a_step_without_work_only_learns_and_forgets(loaded: LoadedModel) -> None:
+def test_a_step_without_work_adds_and_drops_sequences(loaded: LoadedModel) -> None:
     driver = EngineDriver(loaded)
     sequence = driver.add([1, 2])
     assert driver.step([]).sampled == {}
@@ -95,7 +95,7 @@ def test_a_step_without_work_only_learns_and_forgets(loaded: LoadedModel) -> Non
     assert driver.sampler.num_sequences == 0
 
 
-def test_a_chunk_in_the_middle_of_a_prompt_draws_nothing(loaded: LoadedModel) -> None:
+def test_a_chunk_in_the_middle_of_a_prompt_samples_nothing(loaded: LoadedModel) -> None:
     driver = EngineDriver(loaded)
     sequence = driver.add(random_prompt(3, 20))
     assert driver.step([(sequence, 19)]).sampled == {}
@@ -103,7 +103,7 @@ def test_a_chunk_in_the_middle_of_a_prompt_draws_nothing(loaded: LoadedModel) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_not_a_number_in_one_cache_fails_that_sequence_alone(
+def test_nan_in_the_kv_of_one_sequence_fails_that_sequence_only(
     loaded: LoadedModel, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     if dtype == torch.bfloat16:
@@ -121,8 +121,8 @@ def test_not_a_number_in_one_cache_fails_that_sequence_alone(
     assert [sequence.output for sequence in sequences[1:]] == wanted[1:]
 
 
-def test_what_a_failed_sequence_left_in_its_blocks_harms_nobody(loaded: LoadedModel) -> None:
-    """Its blocks go to others; what lies beyond these others' tokens is read as padding, and must not count."""
+def test_nan_left_in_reused_blocks_does_not_affect_other_sequences(loaded: LoadedModel) -> None:
+    """Slots after a sequence's last token are read as padding and must not affect its result."""
     prompts = [random_prompt(n, n) for n in (17, 30, 22)]
     wanted = [alone(loaded, prompt, 8, SamplingParams(max_new_tokens=8)) for prompt in prompts]
     driver = EngineDriver(loaded, blocks=24)
@@ -134,7 +134,7 @@ def test_what_a_failed_sequence_left_in_its_blocks_harms_nobody(loaded: LoadedMo
     assert [sequence.output for sequence in sequences] == wanted
 
 
-def test_a_block_table_that_is_too_short_is_refused(loaded: LoadedModel) -> None:
+def test_a_block_table_that_is_too_short_is_rejected(loaded: LoadedModel) -> None:
     driver = EngineDriver(loaded, block_size=4)
     scheduled = ScheduledSequence(1, array("I", [1, 2, 3, 4, 5]), 0, (0,), False)
     with pytest.raises(ValueError, match="up to 5, with 1 blocks"):

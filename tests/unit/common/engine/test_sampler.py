@@ -1,4 +1,4 @@
-"""The sampler draws from the specified distribution, and a sequence's draws depend on nothing but itself."""
+"""The sampler samples from the specified distribution, and a sequence's tokens depend on that sequence only."""
 
 from array import array
 
@@ -12,7 +12,7 @@ from kvferry.common.engine.sampler import Sampler
 from kvferry.common.protocol.sampling_params import SamplingParams
 
 VOCAB = 64
-DRAWS = 4000
+SAMPLES = 4000
 NAN, INFINITE = float("nan"), float("inf")
 
 
@@ -24,14 +24,14 @@ def make_logits(seed: int, rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2.5
 
 
-def draw_one(logits: torch.Tensor, sampling: SamplingParams, position: int, seen: tuple[int, ...] = (0,)) -> int:
+def sample_one(logits: torch.Tensor, sampling: SamplingParams, position: int, seen: tuple[int, ...] = (0,)) -> int:
     sampler = Sampler(logits.shape[-1])
     sampler.add(1, array("I", seen), sampling)
     return sampler.sample([1], [position], logits.reshape(1, -1)).sampled[1]
 
 
 def reference_distribution(logits: torch.Tensor, sampling: SamplingParams, seen: tuple[int, ...]) -> np.ndarray:
-    """Plain and in float64: penalty, temperature, top_k, top_p with the crossing token kept."""
+    """Straightforward and in float64: penalty, temperature, top_k, top_p including the crossing token."""
     values = logits.double().numpy().copy()
     for token in set(seen):
         penalty = sampling.repetition_penalty
@@ -41,9 +41,9 @@ def reference_distribution(logits: torch.Tensor, sampling: SamplingParams, seen:
     order = order[: sampling.top_k or len(order)]
     weights = np.exp(values[order] - values[order].max())
     weights /= weights.sum()
-    kept = next((n for n in range(1, len(order)) if weights[:n].sum() >= sampling.top_p), len(order))
+    retained = next((n for n in range(1, len(order)) if weights[:n].sum() >= sampling.top_p), len(order))
     out = np.zeros(len(values))
-    out[order[:kept]] = weights[:kept] / weights[:kept].sum()
+    out[order[:retained]] = weights[:retained] / weights[:retained].sum()
     return out
 
 
@@ -64,18 +64,18 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_distribution_is_the_specified_one(name: str) -> None:
-    """Pearson's chi-square over DRAWS positions of one seed; ids expected fewer than 8 times are one cell."""
+    """Pearson's chi-square over SAMPLES positions of one seed; ids expected fewer than 8 times share one cell."""
     logits, seen = make_logits(1)[0], (3, 3, 17, 40, 41)
     sampling = msgspec.structs.replace(DISTRIBUTIONS[name], seed=99)
     sampler = Sampler(VOCAB)
     counts = np.zeros(VOCAB)
-    for start in range(0, DRAWS, 500):
+    for start in range(0, SAMPLES, 500):
         ids = list(range(start, start + 500))
         for seq_id in ids:
             sampler.add(seq_id, array("I", seen), sampling)
         result = sampler.sample(ids, ids, logits.expand(500, -1))
         counts += np.bincount(list(result.sampled.values()), minlength=VOCAB)
-    expected = reference_distribution(logits, sampling, seen) * DRAWS
+    expected = reference_distribution(logits, sampling, seen) * SAMPLES
     assert counts[expected == 0].sum() == 0
     rare = (expected < 8) & (expected > 0)
     cells = list(zip(counts[expected >= 8], expected[expected >= 8], strict=True))
@@ -83,19 +83,19 @@ def test_distribution_is_the_specified_one(name: str) -> None:
         cells.append((counts[rare].sum(), expected[rare].sum()))
     statistic = sum((seen_count - wanted) ** 2 / wanted for seen_count, wanted in cells)
     degrees = len(cells) - 1
-    # Mean plus five standard deviations of the distribution. Seeds are fixed: this cannot flake.
+    # Mean plus five standard deviations of the distribution. The seed is fixed: the test cannot flake.
     assert statistic <= degrees + 5 * (2 * degrees) ** 0.5
     sampler.check_invariants()
 
 
 def test_a_large_vocabulary_with_a_wide_nucleus() -> None:
-    """More tokens in the nucleus than are looked at first: the draw goes the long way and gives the same."""
+    """The nucleus exceeds the first candidates: the full sort gives the same token."""
     vocab = 5000
     logits = make_logits(2, vocab=vocab)[0] * 0.01
     for position in range(20):
-        token = draw_one(logits, params(top_p=0.9, seed=5), position)
-        limited = draw_one(logits, params(top_p=0.9, top_k=vocab - 1, seed=5), position)
-        # Leaving out the least likely of 5000 tokens moves the bounds by far less than a token's own share.
+        token = sample_one(logits, params(top_p=0.9, seed=5), position)
+        limited = sample_one(logits, params(top_p=0.9, top_k=vocab - 1, seed=5), position)
+        # Excluding the least likely of 5000 tokens moves the bounds by far less than one token's probability.
         order = logits.argsort(descending=True).tolist()
         assert abs(order.index(token) - order.index(limited)) <= 1
         assert order.index(token) < 0.92 * vocab
@@ -115,13 +115,13 @@ MIXED = [
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_alone_or_in_any_batch_the_tokens_are_the_same(threads: int) -> None:
+def test_tokens_do_not_depend_on_the_batch(threads: int) -> None:
     vocab = 3000
     logits = make_logits(3, len(MIXED), vocab)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        alone = [draw_one(logits[row], sampling, 50 + row, (row, 9)) for row, sampling in enumerate(MIXED)]
+        alone = [sample_one(logits[row], sampling, 50 + row, (row, 9)) for row, sampling in enumerate(MIXED)]
         for order in (list(range(len(MIXED))), list(reversed(range(len(MIXED)))), [7, 1, 3, 0], [2, 2 + 4]):
             sampler = Sampler(vocab)
             for row in order:
@@ -132,50 +132,50 @@ def test_alone_or_in_any_batch_the_tokens_are_the_same(threads: int) -> None:
         torch.set_num_threads(before)
 
 
-def test_tokens_that_stay() -> None:
-    """Golden draws: the same seed, position and logits give these on every node and version."""
+def test_golden_tokens() -> None:
+    """Equal seed, position and logits give these tokens on every node and version."""
     logits = torch.arange(VOCAB, dtype=torch.float32).flip(0) * 0.1
-    tokens = [draw_one(logits, params(seed=seed, top_k=50, top_p=0.95), 10 * seed) for seed in range(1, 9)]
+    tokens = [sample_one(logits, params(seed=seed, top_k=50, top_p=0.95), 10 * seed) for seed in range(1, 9)]
     assert tokens == [21, 10, 8, 0, 26, 2, 7, 18]
 
 
-def test_seed_and_position_fix_the_draw() -> None:
+def test_seed_and_position_determine_the_token() -> None:
     logits = make_logits(4)[0]
-    by_position = [draw_one(logits, params(seed=11), position) for position in range(40)]
-    assert by_position == [draw_one(logits, params(seed=11), position) for position in range(40)]
-    assert by_position != [draw_one(logits, params(seed=12), position) for position in range(40)]
+    by_position = [sample_one(logits, params(seed=11), position) for position in range(40)]
+    assert by_position == [sample_one(logits, params(seed=11), position) for position in range(40)]
+    assert by_position != [sample_one(logits, params(seed=12), position) for position in range(40)]
     assert len(set(by_position)) > 5
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits() -> None:
     logits = torch.zeros(VOCAB)
     logits[[9, 21, 60]] = 4.0
-    assert draw_one(logits, params(do_sample=False), 1) == 9
-    assert draw_one(logits, params(top_k=1), 1) == 9
+    assert sample_one(logits, params(do_sample=False), 1) == 9
+    assert sample_one(logits, params(top_k=1), 1) == 9
 
 
 def test_top_k_takes_the_lowest_ids_of_equal_logits() -> None:
     logits = torch.full((VOCAB,), -1.0)
     logits[5::7] = 0.0
     logits[12] = -0.0
-    drawn = {draw_one(logits, params(top_k=3, seed=seed), 0) for seed in range(1, 60)}
-    assert drawn == {5, 12, 19}
+    tokens = {sample_one(logits, params(top_k=3, seed=seed), 0) for seed in range(1, 60)}
+    assert tokens == {5, 12, 19}
 
 
-def test_penalty_counts_what_was_drawn() -> None:
-    """Greedy over the same logits walks down the list, since every token drawn is pushed down."""
+def test_penalty_includes_sampled_tokens() -> None:
+    """Greedy sampling over the same logits takes another token each time, since sampled ones are penalised."""
     logits = torch.full((1, VOCAB), 1.0)
     logits[0, 30], logits[0, 10], logits[0, 20] = 8.0, 7.0, 6.0
     sampler = Sampler(VOCAB)
     sampler.add(1, array("I", [10]), params(do_sample=False, repetition_penalty=20.0))
-    drawn = [sampler.sample([1], [position], logits).sampled[1] for position in range(3)]
-    assert drawn == [30, 20, 0]
+    tokens = [sampler.sample([1], [position], logits).sampled[1] for position in range(3)]
+    assert tokens == [30, 20, 0]
     assert logits[0, 30] == 8.0, "the caller's logits were changed"
 
 
 def test_penalty_multiplies_logits_that_are_not_positive() -> None:
     logits = torch.tensor([-1.0, -1.5, -9.0])
-    assert draw_one(logits, params(do_sample=False, repetition_penalty=2.0), 0, seen=(0,)) == 1
+    assert sample_one(logits, params(do_sample=False, repetition_penalty=2.0), 0, seen=(0,)) == 1
 
 
 @pytest.mark.parametrize("bad", [NAN, INFINITE])
@@ -191,16 +191,16 @@ def test_logits_that_are_not_finite_fail_their_own_sequence(bad: float, sampling
     result = sampler.sample([0, 1, 2], [4, 4, 4], logits)
     assert list(result.failed) == [1]
     assert sorted(result.sampled) == [0, 2]
-    assert result.sampled[0] == draw_one(logits[0], sampling, 4, (1,))
+    assert result.sampled[0] == sample_one(logits[0], sampling, 4, (1,))
 
 
-def test_a_logit_of_minus_infinity_is_never_drawn() -> None:
+def test_a_logit_of_minus_infinity_is_never_sampled() -> None:
     logits = torch.full((VOCAB,), -INFINITE)
     logits[[4, 8]] = 0.5
-    assert {draw_one(logits, params(seed=seed), 0) for seed in range(1, 40)} == {4, 8}
+    assert {sample_one(logits, params(seed=seed), 0) for seed in range(1, 40)} == {4, 8}
 
 
-def test_unknown_and_repeated_sequences_are_bugs() -> None:
+def test_unknown_and_repeated_sequences_raise() -> None:
     sampler = Sampler(VOCAB)
     sampler.add(1, array("I", [1]), params())
     with pytest.raises(InvariantError, match="twice"):

@@ -1,4 +1,4 @@
-"""KV on the host and back: whole blocks in every layout, and streams that do not change by it."""
+"""Swapping KV to the host and back: whole blocks in every layout, and unchanged streams."""
 
 from array import array
 from pathlib import Path
@@ -46,14 +46,14 @@ NEW_TOKENS = 24
         ((6, 5), (0, 1), [(6, 0, 1), (5, 1, 1)]),
     ],
 )
-def test_neighbours_on_both_sides_are_one_copy(
+def test_runs_on_both_sides_are_one_copy(
     first: tuple[int, ...], second: tuple[int, ...], wanted: list[tuple[int, int, int]]
 ) -> None:
     assert list(runs(first, second)) == wanted
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: type(device).__name__)
-def test_blocks_go_and_come_whole_to_other_places_and_nothing_else_changes(device: Device) -> None:
+def test_blocks_come_back_whole_to_other_blocks_and_nothing_else_changes(device: Device) -> None:
     cache = KvCache(device, SPECS, LAYERS, BLOCKS, BLOCK_SIZE)
     host = HostCache(device, cache, HOST_BLOCKS)
     host.check_invariants()
@@ -69,7 +69,7 @@ def test_blocks_go_and_come_whole_to_other_places_and_nothing_else_changes(devic
         host.copy_in([0, 1], [1])
 
 
-def test_no_host_blocks_take_no_memory_and_wrong_ones_are_seen() -> None:
+def test_zero_host_blocks_take_no_memory_and_a_mismatch_is_detected() -> None:
     cache = KvCache(CpuDevice(), SPECS, LAYERS, BLOCKS, BLOCK_SIZE)
     assert HostCache(CpuDevice(), cache, 0)._pairs == []
     host = HostCache(CpuDevice(), cache, 2)
@@ -85,7 +85,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(path, device=CpuDevice(), dtype="float32", progress=False)
 
 
-def test_a_plan_of_nothing_but_copies_is_done_on_return(loaded: LoadedModel) -> None:
+def test_a_step_of_copies_alone_is_complete_on_return(loaded: LoadedModel) -> None:
     driver = EngineDriver(loaded, host_blocks=4)
     sequence = driver.add(PROMPTS[0])
     driver.generate([sequence], 1)
@@ -100,7 +100,7 @@ def test_a_plan_of_nothing_but_copies_is_done_on_return(loaded: LoadedModel) -> 
 def serve(
     loaded: LoadedModel, device: Device, num_blocks: int, num_host_blocks: int, recorder: Graphs | None = None
 ) -> tuple[list[list[int]], int]:
-    """All prompts together by a scheduler and a real engine: their tokens, and how often one was swapped."""
+    """Run all prompts with a scheduler and a real engine; returns their tokens and the number of swaps."""
     device.activate_thread()
     cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, num_blocks, BLOCK_SIZE, 1 if recorder else 0)
     graphs = None
@@ -135,26 +135,24 @@ def serve(
 
 @pytest.mark.rule(36)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: type(device).__name__)
-def test_streams_that_were_swapped_are_the_undisturbed_ones(
-    device: Device, tmp_path: Path, loaded: LoadedModel
-) -> None:
+def test_swapped_streams_equal_the_undisturbed_ones(device: Device, tmp_path: Path, loaded: LoadedModel) -> None:
     if isinstance(device, PagedDevice):
         make_checkpoint(tmp_path)
         loaded = load_model(tmp_path, device=device, dtype="float32", progress=False)
     undisturbed, swaps = serve(loaded, device, num_blocks=64, num_host_blocks=0)
     assert swaps == 0
     assert all(len(stream) == NEW_TOKENS for stream in undisturbed)
-    crowded, swaps = serve(loaded, device, num_blocks=15, num_host_blocks=32)
+    swapped, swaps = serve(loaded, device, num_blocks=15, num_host_blocks=32)
     assert swaps >= 2
-    assert crowded == undisturbed
+    assert swapped == undisturbed
 
 
-def test_streams_that_were_swapped_go_on_in_recorded_steps(tmp_path: Path) -> None:
+def test_swapped_streams_continue_in_recorded_steps(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     device, recorder = PagedDevice(), ReplayedGraphs()
     loaded = load_model(tmp_path, device=device, dtype="float32", progress=False)
     undisturbed, _ = serve(loaded, device, num_blocks=64, num_host_blocks=0)
-    crowded, swaps = serve(loaded, device, num_blocks=15, num_host_blocks=32, recorder=recorder)
+    swapped, swaps = serve(loaded, device, num_blocks=15, num_host_blocks=32, recorder=recorder)
     assert swaps >= 2
     assert {len(lengths) for lengths in recorder.replays} == {1, 2, 4}
-    assert crowded == undisturbed
+    assert swapped == undisturbed

@@ -49,7 +49,7 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "passwd"
     file.write_bytes(content)
-    assert refusal(file) == f"{file} is no GGUF file; a model is one, or a HuggingFace directory"
+    assert refusal(file) == f"{file} is not a GGUF file; expected a GGUF file or a HuggingFace directory"
 
 
 def test_an_unsupported_gguf_is_refused(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_a_truncated_file_is_a_load_error(keep: int, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, make_checkpoint(tmp_path / "hf", num_hidden_layers=1))
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ModelLoadError, match="cannot be read" if keep > 3 else "is no GGUF file"):
+    with pytest.raises(ModelLoadError, match="cannot be read" if keep > 3 else "is not a GGUF file"):
         load_model(path, device=CpuDevice(1), progress=False)
 
 

@@ -1,4 +1,4 @@
-"""Which decode steps a node records, and what its cache leaves for them."""
+"""Which decode steps a node records, and the memory that its KV cache leaves for them."""
 
 import logging
 from dataclasses import replace
@@ -41,19 +41,19 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.mark.parametrize(
     ("max_running", "wanted"), [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (128, (1, 2, 4, 8, 16, 32, 64, 128))]
 )
-def test_batches_are_powers_of_two_and_the_most_that_run(max_running: int, wanted: tuple[int, ...]) -> None:
+def test_default_batch_sizes_are_powers_of_two_and_max_running(max_running: int, wanted: tuple[int, ...]) -> None:
     config = ClusterConfig(node=NodeConfig(max_running=max_running))
     assert resolve_node(config, "decode", HOST).graph_batch_sizes == wanted
     assert resolve_node(config, "colocated", HOST).graph_batch_sizes == wanted
     assert resolve_node(config, "prefill", HOST).graph_batch_sizes == ()
 
 
-def test_batches_that_are_configured_are_taken_where_so_many_run() -> None:
+def test_configured_batch_sizes_are_limited_to_max_running() -> None:
     assert settings(graph_batch_sizes=(2, 3, 4)).graph_batch_sizes == (2, 3)
     assert settings(graph_batch_sizes=()).graph_batch_sizes == ()
 
 
-def test_nothing_is_recorded_where_there_is_nothing_to_record(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_nothing_is_recorded_without_support_or_decode_steps(loaded: LoadedModel, tmp_path: Path) -> None:
     device = GraphDevice()
     assert plan_graphs(settings(), loaded, PagedDevice()) == GraphPlan()
     assert plan_graphs(settings("prefill"), loaded, device) == GraphPlan()
@@ -65,23 +65,23 @@ def test_nothing_is_recorded_where_there_is_nothing_to_record(loaded: LoadedMode
     assert record_graphs(GraphPlan(), loaded, cache, device) is None
 
 
-def test_the_cache_leaves_what_recording_takes(loaded: LoadedModel) -> None:
+def test_the_cache_leaves_the_memory_that_recording_takes(loaded: LoadedModel) -> None:
     device = GraphDevice()
     free = iter((9000, 8000, 7900))
     device.memory_info = lambda: (next(free), 10000)
     assert plan_graphs(settings(), loaded, device) == GraphPlan(SIZES, 1, 1000 + 2 * 100)
 
 
-def test_nothing_is_measured_for_a_cache_of_a_given_size(loaded: LoadedModel) -> None:
+def test_nothing_is_measured_for_a_cache_of_configured_size(loaded: LoadedModel) -> None:
     device = GraphDevice()
-    device.memory_info = lambda: pytest.fail("nobody asked")
+    device.memory_info = lambda: pytest.fail("free memory was queried")
     plan = plan_graphs(settings(kv_cache_bytes=1 << 20), loaded, device)
     assert plan == GraphPlan(SIZES, 1, 0)
     cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, 4, 16, plan.num_scratch_blocks)
     assert record_graphs(plan, loaded, cache, device) is not None
 
 
-def test_a_device_that_cannot_record_after_all_serves_without(
+def test_a_device_that_fails_to_record_serves_without_graphs(
     loaded: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing() -> None:

@@ -1,4 +1,4 @@
-"""What KV takes where nothing is configured, on a CPU and on an accelerator."""
+"""Default sizes of KV cache and swap, on a CPU and on an accelerator."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ SETTINGS = resolve_node(ClusterConfig(), "decode", HostFacts(cores=4, free_memor
 
 
 class Accelerator(PagedDevice):
-    """Memory of its own."""
+    """A device with its own memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ def accelerator() -> Accelerator:
     return Accelerator()
 
 
-def test_the_cache_takes_what_is_free_but_for_the_reserve(accelerator: Accelerator) -> None:
+def test_the_cache_takes_the_free_memory_less_the_reserve(accelerator: Accelerator) -> None:
     assert kv_cache_bytes(SETTINGS, accelerator, FREE) == 9_000_000_000
     assert kv_cache_bytes(replace(SETTINGS, device_reserve_share=0.25), accelerator, FREE) == 7_500_000_000
     assert kv_cache_bytes(replace(SETTINGS, kv_cache_bytes=78), accelerator, FREE) == 78
     assert kv_cache_bytes(SETTINGS, PagedDevice(), FREE) == SETTINGS.kv_cache_bytes_on_cpu
 
 
-def test_ranks_share_what_is_said_of_the_node_and_have_each_their_own_device(accelerator: Accelerator) -> None:
+def test_ranks_divide_configured_sizes_and_each_fill_their_own_device(accelerator: Accelerator) -> None:
     two = replace(SETTINGS, tensor_parallel=2, max_swap_bytes=300)
     assert kv_cache_bytes(two, accelerator, FREE) == 9_000_000_000
     assert kv_cache_bytes(replace(two, kv_cache_bytes=78), accelerator, FREE) == 39
@@ -57,19 +57,19 @@ def test_ranks_share_what_is_said_of_the_node_and_have_each_their_own_device(acc
         ({"swap_bytes": 0}, 0),
     ],
 )
-def test_a_tenth_of_the_cache_is_swapped_to_unless_the_host_has_less(
+def test_swap_is_a_tenth_of_the_cache_within_the_host_limit(
     accelerator: Accelerator, changes: dict[str, int], wanted: int
 ) -> None:
     settings: NodeSettings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
     assert swap_bytes(settings, accelerator, 10_000_000) == wanted
 
 
-def test_a_cpu_swaps_only_when_told_to() -> None:
+def test_a_cpu_swaps_only_if_configured() -> None:
     assert swap_bytes(SETTINGS, PagedDevice(), 10_000_000) == 0
     assert swap_bytes(replace(SETTINGS, swap_bytes=5), PagedDevice(), 10_000_000) == 5
 
 
-def test_a_piece_holds_one_token_of_one_layer_at_least() -> None:
+def test_a_piece_must_hold_one_token_of_one_layer() -> None:
     limits = Limits(piece_max_bytes=65_536, piece_target_bytes=65_536)
     check_piece_bytes(limits, 65_536)
     with pytest.raises(ConfigError, match="piece_max_bytes"):

@@ -1,4 +1,4 @@
-"""A node that would not fit is refused with numbers before any weight is read; what is said to be needed is enough."""
+"""A node that does not fit is rejected with numbers before any weight is read; the stated need is sufficient."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ HOST = HostFacts(cores=2, free_memory_bytes=1000 * MIB)
 
 
 class FixedMemory:
-    """A device with so much free memory."""
+    """A device with a fixed amount of free memory."""
 
     def __init__(self, free: int, shares_host_memory: bool) -> None:
         self.shares_host_memory = shares_host_memory
@@ -40,46 +40,48 @@ def device(free_mib: int, shares_host_memory: bool = True) -> Device:
     return cast(Device, FixedMemory(free_mib * MIB, shares_host_memory))
 
 
-def settings(*words: str) -> NodeSettings:
-    return resolve_node(load_set("node.kv_cache_bytes=52428800", *words), "decode", HOST)
+def settings(*overrides: str) -> NodeSettings:
+    return resolve_node(load_set("node.kv_cache_bytes=52428800", *overrides), "decode", HOST)
 
 
-def test_what_fits_is_let_through() -> None:
+def test_a_node_that_fits_is_accepted() -> None:
     check_memory_fits(NEED, settings(), device(170))
     check_memory_fits(NEED, settings(f"node.model_memory_bytes={120 * MIB}"), device(170))
 
 
-def test_a_node_that_needs_more_than_is_free_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_node_that_needs_more_than_is_free_is_rejected() -> None:
+    with pytest.raises(ConfigError) as error:
         check_memory_fits(NEED, settings(), device(169))
-    said = str(refused.value)
-    assert said.startswith("node.kv_cache_bytes: this node needs 170 MiB (weights 100, KV cache 50, computing 20 MiB)")
-    assert "169 MiB are free" in said
+    message = str(error.value)
+    assert message.startswith(
+        "node.kv_cache_bytes: this node needs 170 MiB (weights 100, KV cache 50, computing 20 MiB)"
+    )
+    assert "169 MiB are free" in message
 
 
-def test_memory_to_swap_to_counts_where_it_is_the_same_memory() -> None:
-    words = f"node.swap_bytes={30 * MIB}"
-    check_memory_fits(NEED, settings(words), device(200))
+def test_swap_counts_only_on_a_cpu() -> None:
+    swap = f"node.swap_bytes={30 * MIB}"
+    check_memory_fits(NEED, settings(swap), device(200))
     with pytest.raises(ConfigError, match=r"needs 200 MiB .weights 100, KV cache 50, swap 30, computing 20 MiB"):
-        check_memory_fits(NEED, settings(words), device(199))
-    check_memory_fits(NEED, settings(words), device(170, shares_host_memory=False))
+        check_memory_fits(NEED, settings(swap), device(199))
+    check_memory_fits(NEED, settings(swap), device(170, shares_host_memory=False))
 
 
-def test_a_node_that_needs_more_than_its_share_is_refused() -> None:
+def test_a_node_that_needs_more_than_its_share_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"^node.model_memory_bytes: this node needs 120 MiB .* may take 119 MiB"):
         check_memory_fits(NEED, settings(f"node.model_memory_bytes={119 * MIB}"), device(1000))
 
 
-def test_large_steps_count() -> None:
+def test_memory_of_large_steps_counts() -> None:
     check_memory_fits(NEED, settings("node.max_step_tokens=4096"), device(170))
     with pytest.raises(ConfigError, match="computing 65 MiB"):
         check_memory_fits(NEED, settings("node.max_step_tokens=65536", "node.max_running=256"), device(170))
 
 
-def test_an_accelerators_cache_takes_what_is_left() -> None:
+def test_an_accelerators_cache_of_default_size_counts_as_zero() -> None:
     accelerator = device(120, shares_host_memory=False)
-    open_ended = replace(settings("node.model_memory_bytes=1"), kv_cache_bytes=None)
-    check_memory_fits(NEED, open_ended, accelerator)
+    without_cache_size = replace(settings("node.model_memory_bytes=1"), kv_cache_bytes=None)
+    check_memory_fits(NEED, without_cache_size, accelerator)
     with pytest.raises(ConfigError, match="KV cache 50"):
         check_memory_fits(NEED, settings(), accelerator)
 
@@ -90,7 +92,7 @@ def footprint_of(path: Path, dtype: str) -> Footprint:
     return seen[0]
 
 
-def test_weights_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+def test_weights_are_counted_in_their_format_in_memory(tmp_path: Path) -> None:
     itemsize = CpuOps().packed_itemsize(torch.bfloat16)
     tied = make_checkpoint(tmp_path / "tied", tie_word_embeddings=True)
     embedding = tied.model.embed_tokens.weight.numel()
@@ -102,12 +104,12 @@ def test_weights_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     assert footprint_of(tmp_path / "untied", "float32").weights == 4 * total
 
 
-def test_no_weight_is_read_of_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weight_of_a_rejected_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path)
 
-    def refuse(footprint: Footprint) -> None:
+    def reject(footprint: Footprint) -> None:
         raise ConfigError("no")
 
     monkeypatch.setattr("kvferry.common.models.weights_hf.HfWeights.get", lambda *_: pytest.fail("a tensor was read"))
     with pytest.raises(ConfigError):
-        load_model(tmp_path, device=CpuDevice(1), progress=False, before=refuse)
+        load_model(tmp_path, device=CpuDevice(1), progress=False, before=reject)

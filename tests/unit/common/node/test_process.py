@@ -1,4 +1,4 @@
-"""How a node's process ends."""
+"""The exit code of a node's process."""
 
 import subprocess
 import sys
@@ -6,17 +6,17 @@ from pathlib import Path
 
 from tests.support.eventually import PATIENCE_S
 
-_COMPUTES_ON = """
+_ENGINE_STILL_RUNS = """
 import logging, sys, threading, torch
 from kvferry.common.engine.engine_thread import EngineThread
-from kvferry.common.node.process import last_word
+from kvferry.common.node.process import exit_code
 from kvferry.common.scheduling.step import StepBatch
 
 begun = threading.Event()
 x = torch.randn(64, 64)
 
 class Endless:
-    def execute(self, plan, on_layers_done):
+    def execute(self, batch, on_layers_done):
         begun.set()
         while True:
             torch.mm(x, x).sum()
@@ -26,16 +26,16 @@ def main():
     engine.start()
     engine.submit(StepBatch(1, ()))
     begun.wait()
-    return last_word(7, computes_on=not engine.stop(0.0))
+    return exit_code(7, engine_still_runs=not engine.stop(0.0))
 
 sys.exit(main())
 """
 
 
-def test_a_node_whose_engine_computes_on_ends_with_its_own_exit_code() -> None:
-    """And not by a signal: Python's end would stop the engine's thread within torch."""
+def test_a_node_whose_engine_still_runs_ends_with_its_own_exit_code() -> None:
+    """Not by a signal: when Python ends, it stops the engine thread within torch."""
     ended = subprocess.run(
-        [sys.executable, "-c", _COMPUTES_ON],
+        [sys.executable, "-c", _ENGINE_STILL_RUNS],
         cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
-"""A model cut over ranks says what the whole one says: token for token in float32, for every family.
+"""A model sharded over ranks gives the tokens of the whole one in float32, for every family.
 
-Token for token and not bit for bit: sums over ranks add the same numbers in another order.
+Equal tokens, not equal bits: sums over ranks add the same numbers in another order.
 """
 
 import random
@@ -53,7 +53,7 @@ def _checkpoint(directory: Path, family: str, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_tokens_of_all_ranks_together_equal_transformers(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_of_a_sharded_model_equal_transformers(name: str, tmp_path: Path) -> None:
     size, family, changes = CASES[name]
     reference = _checkpoint(tmp_path, family, changes)
     ranks = load_ranks(tmp_path, size)
@@ -65,23 +65,23 @@ def test_greedy_tokens_of_all_ranks_together_equal_transformers(name: str, tmp_p
         assert sequence.output == greedy_after(reference, prompt, sequence.output)
 
 
-def test_drawn_tokens_are_those_of_one_rank_on_native_ops_too(tmp_path: Path) -> None:
+def test_sampled_tokens_equal_those_of_one_rank_on_native_ops(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     device = cpu_with("native")
     sampling = SamplingParams(max_new_tokens=99, do_sample=True, temperature=0.9, seed=7, repetition_penalty=1.2)
     prompt = random_prompt(3, 20)
 
-    def draw(driver: EngineDriver) -> list[int]:
+    def sample(driver: EngineDriver) -> list[int]:
         sequence = driver.add(prompt, sampling)
         driver.generate([sequence], 24)
         return sequence.output
 
-    alone = draw(EngineDriver(load_model(tmp_path, device=device, progress=False), device))
+    alone = sample(EngineDriver(load_model(tmp_path, device=device, progress=False), device))
     with rank_driver(load_ranks(tmp_path, 2, device), device) as driver:
-        assert draw(driver) == alone
+        assert sample(driver) == alone
 
 
-def test_each_rank_has_its_heads_of_the_cache_and_all_of_a_latent(tmp_path: Path) -> None:
+def test_each_rank_caches_its_own_heads_or_the_whole_latent(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "heads")
     make_family_checkpoint(tmp_path / "latent", "deepseek_v2")
     for name, divisor in (("heads", 2), ("latent", 1)):
@@ -100,7 +100,7 @@ def test_each_rank_has_its_heads_of_the_cache_and_all_of_a_latent(tmp_path: Path
         (3, "qwen3_moe", {"num_key_value_heads": 3}, "moe_intermediate_size is 20"),
     ],
 )
-def test_a_size_that_does_not_divide_is_refused_by_name(
+def test_a_size_that_does_not_divide_is_rejected_by_name(
     size: int, family: str, changes: dict[str, Any], names: str, tmp_path: Path
 ) -> None:
     _checkpoint(tmp_path, family, {**({"intermediate_size": 81} if family == "qwen3_moe" else {}), **changes})
@@ -108,7 +108,7 @@ def test_a_size_that_does_not_divide_is_refused_by_name(
         load_model(tmp_path, device=CpuDevice(1), progress=False, collectives=GroupCollectives(Shard(0, size)))
 
 
-def test_a_part_of_a_tensor_is_what_the_whole_one_has_there(tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_equals_that_slice_of_the_whole(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     with HfWeights(tmp_path) as weights:
         for name in weights.names():
@@ -119,15 +119,15 @@ def test_a_part_of_a_tensor_is_what_the_whole_one_has_there(tmp_path: Path) -> N
                 assert torch.equal(weights.get(name, part), part.cut(whole))
 
 
-def test_parts_are_equal_and_the_last_ones_are_what_is_left() -> None:
+def test_parts_are_equal_and_the_last_ones_take_the_remainder() -> None:
     assert [Shard(rank, 3).span(199) for rank in range(3)] == [(0, 67), (67, 134), (134, 199)]
     assert [Shard(rank, 4).span(5) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_real_model_over_three_ranks_says_what_it_says_alone() -> None:
-    """9 heads and 3 kv heads over 3 ranks, float32; that one rank equals transformers is tested elsewhere."""
+def test_the_real_model_over_three_ranks_gives_the_same_tokens_as_on_one() -> None:
+    """9 heads and 3 KV heads over 3 ranks, float32; that one rank equals transformers is tested elsewhere."""
     device = cpu_with("torch")
     chooser = random.Random(4)
     prompts = [[chooser.randrange(49152) for _ in range(length)] for length in (1, 20, 77)]

@@ -1,4 +1,4 @@
-"""Tokenizers of both kinds of checkpoint, streaming detokenisation, and that none of it reaches torch."""
+"""Tokenizers of both checkpoint formats and streaming detokenisation, all without importing torch."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def write_directory(path: Path, **config: Any) -> None:
-    """A HuggingFace directory with a byte-level tokenizer that puts a begin mark in front and would truncate."""
+    """A HuggingFace directory with a byte-level tokenizer that prepends a bos token and would truncate."""
     tokens, merges = vocabulary()
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
@@ -45,29 +45,29 @@ def write_directory(path: Path, **config: Any) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_text_survives_a_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
 
 
-def test_merges_and_marks_are_used(tokenizer: Tokenizer) -> None:
+def test_merges_and_special_tokens_are_used(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<|im_start|>hello world")
     assert ids == [0, tokenizer.token_id("hello"), tokenizer.token_id("Ġworld")]
     assert tokenizer.decode(ids) == "hello world"
     assert tokenizer.vocab_size == len(vocabulary()[0])
 
 
-def test_marks_and_template_are_told(tokenizer: Tokenizer) -> None:
+def test_special_tokens_and_template_are_read(tokenizer: Tokenizer) -> None:
     assert (tokenizer.special.bos, tokenizer.special.eos, tokenizer.special.pad) == (*MARKS, None)
     assert tokenizer.chat_template == "{{ messages }}"
 
 
-def test_begin_mark_only_where_the_model_wants_one(tmp_path: Path) -> None:
+def test_bos_is_added_only_if_the_model_wants_it(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     metadata: dict[str, Any] = {"tokenizer.ggml.add_bos_token": True}
     write_gguf(path, **metadata)
-    wanting = load_tokenizer(path)
-    assert wanting.encode("a")[0] == 0
-    assert wanting.encode("a", add_special_tokens=False) == wanting.encode("a")[1:]
+    with_bos = load_tokenizer(path)
+    assert with_bos.encode("a")[0] == 0
+    assert with_bos.encode("a", add_special_tokens=False) == with_bos.encode("a")[1:]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,11 @@ def test_begin_mark_only_where_the_model_wants_one(tmp_path: Path) -> None:
     ],
 )
 def test_pre_tokenizers_split_as_their_models_do(pre: str, text: str, pieces: list[str]) -> None:
-    """With one merge for every piece, each becomes one token exactly where the split allows it."""
+    """Every substring has a merge, so each piece becomes one token exactly if the split allows it."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens, merges = list(letters), []
-    # Merges across the whole text: a missing split would join what lies on both sides of it.
+    # Merges across the whole text: a missing split would join the pieces on both sides of it.
     for start in range(len(text)):
         for length in range(2, len(text) - start + 1):
             encoded = level.pre_tokenize_str(text[start : start + length])[0][0]
@@ -115,7 +115,7 @@ def test_pre_tokenizers_split_as_their_models_do(pre: str, text: str, pieces: li
         ({"tokenizer.ggml.bos_token_id": None, "tokenizer.ggml.add_bos_token": True}, "no bos token"),
     ],
 )
-def test_unknown_tokenizers_are_refused_by_name(metadata: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_unknown_tokenizers_are_rejected_by_name(metadata: dict[str, Any], named: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, **metadata)
     with pytest.raises(ModelLoadError, match=named):
@@ -123,16 +123,16 @@ def test_unknown_tokenizers_are_refused_by_name(metadata: dict[str, Any], named:
     assert "smollm" in known_pre_tokenizers()
 
 
-def test_a_directory(tmp_path: Path) -> None:
+def test_a_huggingface_directory(tmp_path: Path) -> None:
     write_directory(tmp_path, bos_token={"content": MARKS[0]}, eos_token=MARKS[1], chat_template="one")
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.special.bos, tokenizer.special.eos, tokenizer.chat_template) == (*MARKS, "one")
     ids = tokenizer.encode("hello world hello")
-    assert len(ids) == 4, "a saved truncation or padding was kept"
+    assert len(ids) == 4, "a saved truncation or padding was applied"
     assert tokenizer.decode(ids) == "hello world hello"
 
 
-def test_where_a_directory_keeps_its_template(tmp_path: Path) -> None:
+def test_sources_of_a_directorys_chat_template(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     write_directory(tmp_path, chat_template=named)
     assert load_tokenizer(tmp_path).chat_template == "d"
@@ -143,7 +143,7 @@ def test_where_a_directory_keeps_its_template(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).chat_template is None
 
 
-def test_directories_without_a_tokenizer(tmp_path: Path) -> None:
+def test_directories_without_a_readable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -156,7 +156,7 @@ def test_directories_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @given(text=st.text(max_size=60), cut=st.integers(1, 5))
-def test_a_stream_joins_to_the_text_and_never_shows_half_a_character(tokenizer: Tokenizer, text: str, cut: int) -> None:
+def test_a_stream_joins_to_the_text_without_incomplete_characters(tokenizer: Tokenizer, text: str, cut: int) -> None:
     text = text.replace("\ufffd", "")
     ids = tokenizer.encode(text)
     stream = tokenizer.stream(skip_special_tokens=False)
@@ -168,8 +168,8 @@ def test_a_stream_joins_to_the_text_and_never_shows_half_a_character(tokenizer: 
 @given(
     raw=st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 0xE6, 0x97, 0xA5, 0xF0, 0x9F, 0x8E, 0x89, 0x80, 0xFF]), max_size=30)
 )
-def test_a_stream_of_any_bytes_joins_to_what_they_decode_to(tokenizer: Tokenizer, raw: list[int]) -> None:
-    """Also when a model writes bytes that are no text: nothing is held for long, nothing is lost."""
+def test_a_stream_of_any_bytes_joins_to_their_decoded_text(tokenizer: Tokenizer, raw: list[int]) -> None:
+    """Bytes that are not text are neither retained for long nor lost."""
     by_byte = {tokenizer.decode([t]): t for t in range(2, 258)}
     assert by_byte["A"] > 1
     ids = [_byte_id(tokenizer, byte) for byte in raw]
@@ -182,7 +182,7 @@ def test_a_stream_of_any_bytes_joins_to_what_they_decode_to(tokenizer: Tokenizer
 
 
 def _byte_id(tokenizer: Tokenizer, byte: int) -> int:
-    """GPT-2's mapping of bytes to printable letters: those that are not stand behind 255, in order."""
+    """GPT-2's mapping of bytes to printable letters: other bytes map to 256 and up, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letter = chr(byte) if byte in plain else chr(256 + sum(b not in plain for b in range(byte)))
     token = tokenizer.token_id(letter)
@@ -190,7 +190,7 @@ def _byte_id(tokenizer: Tokenizer, byte: int) -> int:
     return token
 
 
-def test_flush_gives_what_was_held(tokenizer: Tokenizer) -> None:
+def test_flush_returns_the_retained_tokens(tokenizer: Tokenizer) -> None:
     stream = tokenizer.stream()
     assert stream.push([_byte_id(tokenizer, 0xE6)]) == ""
     assert stream.flush() == "\ufffd"
@@ -198,7 +198,7 @@ def test_flush_gives_what_was_held(tokenizer: Tokenizer) -> None:
 
 
 def test_neither_torch_nor_gguf_is_imported() -> None:
-    code = "import sys, common.tokenizer; print(sorted({'torch', 'gguf', 'numpy'} & set(sys.modules)))"
+    code = "import sys, kvferry.common.tokenizer; print(sorted({'torch', 'gguf', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

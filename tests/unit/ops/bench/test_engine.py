@@ -91,7 +91,7 @@ def test_tensor_parallel_is_measured_and_an_invalid_size_rejected(
     assert report["prefill"]["8"]["tok_s"] > 0
     assert report["decode"]["2"]["tok_s"] > 0
     assert main([*arguments, "--tp", "4"]) != 0
-    assert "num_attention_heads is 6, which does not divide by 4" in capsys.readouterr().err
+    assert "num_attention_heads is 6, which is not divisible by 4" in capsys.readouterr().err
 
 
 def test_a_missing_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
-"""How a step's inputs reach the device and its results come back: through memory that copies are fast from.
+"""Pinned host buffers for a step's inputs and results. Knows neither schedulers nor models.
 
-A step's inputs lie in one area on the host, page-locked where that helps, and go over in one copy to an area of the
-same layout on the device. On a CPU both are the same memory. Knows neither plans nor models.
+All inputs of a step lie in one host area, pinned if the device gains by it, and reach the device in one copy to an area
+of the same layout. On a CPU both are the same memory.
 """
 
 import math
@@ -16,24 +16,24 @@ from torch import Tensor
 from kvferry.common.device.base import Device
 
 _ALIGNMENT = 512
-"""Bytes; of each input, whatever kernels ask of the address of a tensor."""
+"""Bytes; satisfies the address alignment that any kernel needs of an input tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What decides where the inputs lie: equal shapes have them at equal places."""
+    """Sizes of a step's inputs. Steps of equal shape have their inputs at equal addresses."""
 
     tokens: int
     """T."""
     sequences: int
     """N."""
     width: int
-    """W: blocks of the longest table."""
+    """W: columns of the block tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views of the device's area, in its order."""
+    """Views of the device area, in the order of its layout."""
 
     token_ids: Tensor
     """[T] int64."""
@@ -51,7 +51,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class HostInputs:
-    """The same of the host's area, to be filled in."""
+    """The same views of the host area, to be filled in by the caller."""
 
     token_ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -61,75 +61,75 @@ class HostInputs:
     block_tables: NDArray[np.int32]
 
 
-class Staging:
-    """One area of each kind; they grow as steps do. What was sent is used until the next step is placed, no longer.
+class InputBuffers:
+    """The host and device area of step inputs; both grow with the steps. Inputs are valid until the next step.
 
-    Whoever places a step has waited for the one before: the host's area may still be read until then.
+    The caller must have synchronised with the previous step before it fills in the next one: the copy may still be
+    reading the host area.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._host = self._there = torch.empty(0, dtype=torch.uint8)
+        self._host = self._on_device = torch.empty(0, dtype=torch.uint8)
         self._views: tuple[StepShape, HostInputs, StepInputs] | None = None
-        """Of the shape that came last: steps that decode have the same for a while, and making them takes longer than
-        filling them in."""
+        """Views of the last shape: consecutive decode steps share it, and making views costs more than filling them."""
 
     def reserve(self, shapes: Iterable[StepShape]) -> None:
-        """Make room for steps of these shapes: while there are no others, their inputs stay where they are."""
+        """Allocate for steps of these shapes: their addresses do not change unless a larger shape comes."""
         self._grow(max(_num_bytes(shape) for shape in shapes))
 
-    def place(self, shape: StepShape) -> HostInputs:
-        """The host's side of a step; what is in it is of no meaning."""
+    def host_views(self, shape: StepShape) -> HostInputs:
+        """Views of the host area for a step of this shape; their contents are undefined."""
         return self._views_of(shape)[1]
 
     def send(self, shape: StepShape) -> StepInputs:
-        """The device's side of what was placed, in the order of the calling thread's work."""
-        if self._there is not self._host:
+        """Copy the host area to the device, on the calling thread's stream; returns the device views."""
+        if self._on_device is not self._host:
             num_bytes = _num_bytes(shape)
-            self._there[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
+            self._on_device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
         return self._views_of(shape)[2]
 
     def _views_of(self, shape: StepShape) -> tuple[StepShape, HostInputs, StepInputs]:
         if self._views is None or self._views[0] != shape:
             self._grow(_num_bytes(shape))
-            host, there = _inputs(self._host, shape), _inputs(self._there, shape)
+            host, on_device = _inputs(self._host, shape), _inputs(self._on_device, shape)
             arrays = (getattr(host, field.name).numpy() for field in fields(host))
-            self._views = shape, HostInputs(*arrays), there
+            self._views = shape, HostInputs(*arrays), on_device
         return self._views
 
     def _grow(self, num_bytes: int) -> None:
         if num_bytes > len(self._host):
             self._host = self._device.pinned_empty(1 << (num_bytes - 1).bit_length())
-            self._there = self._host.to(self._device.torch_device)
+            self._on_device = self._host.to(self._device.torch_device)
 
 
-class Landing:
-    """Where results come to on the host. It grows as they do."""
+class OutputBuffer:
+    """A pinned host buffer for results; it grows with them."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same on the host, when all work given so far is done. Good until the next call.
+        """Synchronise and copy the tensors to the host. The result is valid until the next call.
 
-        What is there already is given back as it is.
+        CPU tensors are returned as they are.
         """
         if all(tensor.is_cpu for tensor in tensors):
             return list(tensors)
         ends = _ends([tensor.nbytes for tensor in tensors])
         if ends[-1] > len(self._host):
             self._host = self._device.pinned_empty(1 << (ends[-1] - 1).bit_length())
-        landed = []
+        fetched = []
         for tensor, start in zip(tensors, (0, *ends), strict=False):
-            place = self._host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            landed.append(place.copy_(tensor, non_blocking=True))
+            target = self._host[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            fetched.append(target.copy_(tensor, non_blocking=True))
         self._device.synchronize()
-        return landed
+        return fetched
 
 
 def _layout(shape: StepShape) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    """Of each of StepInputs."""
+    """Shape and dtype of each field of StepInputs, in order."""
     tokens, sequences = (shape.tokens,), (shape.sequences,)
     wide = (torch.int64,)
     return (
@@ -152,7 +152,7 @@ def _inputs(area: Tensor, shape: StepShape) -> StepInputs:
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
-    """Where each of them ends when they lie one behind the other, its end aligned."""
+    """Aligned end offsets of consecutive parts of these sizes."""
     ends, end = [], 0
     for size in sizes:
         end += _aligned(size)

@@ -1,4 +1,4 @@
-"""Where a step's inputs lie: apart from one another, at the same places for steps of the same shape, and read whole."""
+"""Step inputs do not overlap, have equal addresses for equal shapes, and arrive on the device unchanged."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch
 from kvferry.common.device.cpu import CpuDevice
 from kvferry.common.engine.batch import make_batch
 from kvferry.common.engine.sampler import Sampler
-from kvferry.common.engine.staging import HostInputs, Landing, Staging, StepInputs, StepShape
+from kvferry.common.engine.step_buffers import HostInputs, InputBuffers, OutputBuffer, StepInputs, StepShape
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import NewSequence, ScheduledSequence
 
@@ -28,48 +28,48 @@ def arrays(inputs: HostInputs) -> list["np.ndarray[Any, Any]"]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_inputs_lie_apart_and_aligned(shape: StepShape) -> None:
-    staging = Staging(CpuDevice(1))
-    placed = arrays(staging.place(shape))
-    for number, array_ in enumerate(placed):
+def test_inputs_are_aligned_and_do_not_overlap(shape: StepShape) -> None:
+    buffers = InputBuffers(CpuDevice(1))
+    on_host = arrays(buffers.host_views(shape))
+    for number, array_ in enumerate(on_host):
         array_.fill(number)
-    sent = tensors(staging.send(shape))
+    sent = tensors(buffers.send(shape))
     for number, tensor in enumerate(sent):
         assert (tensor == number).all()
         assert (tensor.data_ptr() - sent[0].data_ptr()) % 512 == 0
-    assert [tensor.shape for tensor in sent] == [array_.shape for array_ in placed]
+    assert [tensor.shape for tensor in sent] == [array_.shape for array_ in on_host]
 
 
-def test_equal_shapes_lie_at_equal_places_whatever_came_between() -> None:
-    staging = Staging(CpuDevice(1))
+def test_equal_shapes_have_equal_addresses_after_another_shape() -> None:
+    buffers = InputBuffers(CpuDevice(1))
     large, small = StepShape(100, 4, 9), StepShape(4, 4, 9)
 
-    def places() -> list[int]:
-        staging.place(large)
-        return [tensor.data_ptr() for tensor in tensors(staging.send(large))]
+    def addresses() -> list[int]:
+        buffers.host_views(large)
+        return [tensor.data_ptr() for tensor in tensors(buffers.send(large))]
 
-    first = places()
-    staging.place(small)
-    staging.send(small)
-    assert places() == first
-
-
-def test_where_room_was_reserved_nothing_moves() -> None:
-    staging = Staging(CpuDevice(1))
-    staging.reserve(SHAPES)
-    places = {tensors(staging.send(shape))[0].data_ptr() for shape in sorted(SHAPES, key=lambda shape: shape.tokens)}
-    assert len(places) == 1
+    first = addresses()
+    buffers.host_views(small)
+    buffers.send(small)
+    assert addresses() == first
 
 
-def test_a_batch_says_the_same_on_the_device_as_on_the_host() -> None:
-    staging = Staging(CpuDevice(1))
-    staging.place(StepShape(64, 8, 8)).block_tables.fill(77)  # what an older step left there
+def test_addresses_do_not_change_for_reserved_shapes() -> None:
+    buffers = InputBuffers(CpuDevice(1))
+    buffers.reserve(SHAPES)
+    addresses = {tensors(buffers.send(shape))[0].data_ptr() for shape in sorted(SHAPES, key=lambda shape: shape.tokens)}
+    assert len(addresses) == 1
+
+
+def test_a_batch_arrives_on_the_device_unchanged() -> None:
+    buffers = InputBuffers(CpuDevice(1))
+    buffers.host_views(StepShape(64, 8, 8)).block_tables.fill(77)  # left over from an earlier step
     scheduled = [
         ScheduledSequence(1, array("I", [5, 6, 7]), 6, (3, 1, 2), True, 9),
         ScheduledSequence(2, array("I", [8]), 0, (4,), False),
         ScheduledSequence(3, array("I", [9]), 3, (7,), True, 4),
     ]
-    batch = make_batch(scheduled, 4, staging)
+    batch = make_batch(scheduled, 4, buffers)
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert batch.positions.tolist() == [6, 7, 8, 0, 3]
     assert batch.meta.slot_mapping.tolist() == [6, 7, 8, 16, 31]
@@ -80,26 +80,26 @@ def test_a_batch_says_the_same_on_the_device_as_on_the_host() -> None:
     assert (batch.sampled_ids, batch.sampled_positions) == ((1, 3), (9, 4))
 
 
-def test_what_is_on_the_host_is_not_copied() -> None:
+def test_cpu_tensors_are_not_copied() -> None:
     tensor = torch.ones(3)
-    assert Landing(CpuDevice(1)).fetch([tensor])[0] is tensor
+    assert OutputBuffer(CpuDevice(1)).fetch([tensor])[0] is tensor
 
 
 @pytest.mark.parametrize(
     ("kinds", "wanted"),
     [("ggg", 0), ("grg", 1), ("gpr", 2), ("rrr", 3), ("ppp", 3)],
 )
-def test_only_rows_that_are_drawn_or_penalised_are_brought_to_the_host(kinds: str, wanted: int) -> None:
-    """Greedy rows, random ones, penalised ones: the same tokens as each alone."""
+def test_only_random_or_penalised_rows_are_copied_to_the_host(kinds: str, wanted: int) -> None:
+    """Greedy (g), random (r) and penalised (p) rows get the same tokens as each alone."""
     params = {
         "g": SamplingParams(max_new_tokens=1),
         "r": SamplingParams(max_new_tokens=1, do_sample=True, temperature=1.5, seed=3),
         "p": SamplingParams(max_new_tokens=1, repetition_penalty=1.7),
     }
-    brought: list[tuple[int, ...]] = []
+    fetched: list[tuple[int, ...]] = []
 
     def fetch(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        brought.extend(tuple(tensor.shape) for tensor in tensors if tensor.dim() == 2)
+        fetched.extend(tuple(tensor.shape) for tensor in tensors if tensor.dim() == 2)
         return [tensor.clone() for tensor in tensors]
 
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
@@ -108,7 +108,7 @@ def test_only_rows_that_are_drawn_or_penalised_are_brought_to_the_host(kinds: st
     for new in ids:
         together.add(new.seq_id, new.token_ids, new.sampling)
     got = together.sample([0, 1, 2], [9, 9, 9], logits.clone()).sampled
-    assert brought == [(wanted, 50)] * bool(wanted)
+    assert fetched == [(wanted, 50)] * bool(wanted)
     for new in ids:
         alone = Sampler(50)
         alone.add(new.seq_id, new.token_ids, new.sampling)
