@@ -8,7 +8,7 @@ counted.
 import logging
 from collections.abc import MutableMapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -16,7 +16,6 @@ from kvferry.common.base.log_writer import (
     STDERR_FD,
     LogWriter,
 )
-from kvferry.common.config.schema import LogConfig
 
 ACCESS_LOGGER = "kvferry.access"
 """One record per HTTP request; disabled when log.access_log is false."""
@@ -33,6 +32,17 @@ _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 _PROBED = ("/v2/health/", "/health", "/metrics")
 _IN_ACCESS_MESSAGE = ("method", "path", "status")
 _SHORT_ID_CHARS = 8
+
+
+class LogSettings(Protocol):
+    """What logging needs of a configuration: section [log]."""
+
+    @property
+    def level(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def access_log(self) -> bool: ...
 
 
 class RequestLogger(logging.LoggerAdapter[logging.Logger]):
@@ -113,14 +123,14 @@ class LineHandler(logging.Handler):
         return logging.LogRecord("kvferry.log", logging.WARNING, "", 0, text, None, None)
 
 
-def make_handler(config: LogConfig, process: str, fd: int = STDERR_FD) -> logging.Handler:
+def make_handler(config: LogSettings, process: str, fd: int = STDERR_FD) -> logging.Handler:
     """A handler that writes to `fd` in the configured format."""
     handler = LineHandler(fd)
     handler.setFormatter(JsonFormatter(process) if config.format == "json" else HumanFormatter(process))
     return handler
 
 
-def setup_logging(config: LogConfig, process: str, fd: int = STDERR_FD) -> None:
+def setup_logging(config: LogSettings, process: str, fd: int = STDERR_FD) -> None:
     """Configure logging of this process under the name `process` (e.g. `prefill-0`). May be called more than once."""
     root = logging.getLogger()
     for handler in root.handlers[:]:

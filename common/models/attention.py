@@ -51,7 +51,7 @@ class GroupedAttention:
     def load(cls, config: TransformerConfig, layer: int, loader: WeightLoader) -> Self:
         """Load this rank's heads of one layer."""
         prefix = f"model.layers.{layer}.self_attn."
-        local = loader.shard.local(config)
+        local = config.of_rank(loader.shard)
         query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         loader.weights.skip(prefix + "rotary_emb.inv_freq")
         merged = {prefix + "q_proj": query, prefix + "k_proj": key_value, prefix + "v_proj": key_value}

@@ -5,10 +5,14 @@ results and is not supported.
 """
 
 import hashlib
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import orjson
+
+from kvferry.common.base.errors import ModelLoadError
+from kvferry.common.parallel.shard import Shard
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -133,3 +137,28 @@ class TransformerConfig:
         for name in ("eos_token_ids", "bos_token_id", "default_top_k", "default_do_sample"):
             del fields[name]
         return hashlib.sha256(orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+    def of_rank(self, shard: Shard) -> "TransformerConfig":
+        """The configuration with one rank's number of heads; all other values are the whole model's."""
+        return replace(self, num_heads=self.num_heads // shard.size, num_kv_heads=self.num_kv_heads // shard.size)
+
+    def check_divisible(self, shard: Shard) -> None:
+        """Raises ModelLoadError with the name of a size that does not divide by the number of ranks."""
+        for name, value in self._sharded_sizes():
+            if value % shard.size:
+                raise ModelLoadError(
+                    f"node.tensor_parallel = {shard.size}: the model's {name} is {value}, which is not divisible by "
+                    f"{shard.size}; choose a number of ranks that divides it"
+                )
+
+    def _sharded_sizes(self) -> Iterator[tuple[str, int]]:
+        """The sizes that are divided over ranks, with their names in config.json."""
+        yield "num_attention_heads", self.num_heads
+        if self.mla is None:
+            yield "num_key_value_heads", self.num_kv_heads
+        if self.moe is None or len(self.moe.layers) < self.num_layers:
+            yield "intermediate_size", self.intermediate_size
+        if self.moe is not None:
+            yield "moe_intermediate_size", self.moe.intermediate_size
+            if self.moe.shared_intermediate_size:
+                yield "shared experts' size", self.moe.shared_intermediate_size

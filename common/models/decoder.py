@@ -52,7 +52,7 @@ class DecoderModel:
         shard: Shard = WHOLE,
     ) -> None:
         self.config = config
-        self.kv_specs: tuple[KvTensorSpec, ...] = _kv_specs(shard.local(config), final_norm.dtype)
+        self.kv_specs: tuple[KvTensorSpec, ...] = _kv_specs(config.of_rank(shard), final_norm.dtype)
         self._ops = ops
         self._embedding = embedding
         self._layers = tuple(layers)
@@ -74,7 +74,7 @@ class DecoderModel:
     ) -> Self:
         """Take every weight, or this rank's part, merge, convert and pack. Raises ModelLoadError for a missing weight
         and for a size that cannot be divided among the ranks."""
-        collectives.shard.check(config)
+        config.check_divisible(collectives.shard)
         loader = WeightLoader(weights, device, dtype, collectives, scheme)
         rows = loader.vocabulary("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         layers = [_load_layer(config, index, loader) for index in range(config.num_layers)]

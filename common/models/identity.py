@@ -1,4 +1,4 @@
-"""A digest that says whether two hosts hold the same model, without reading all of it. Independent of paths."""
+"""Digests that show whether two hosts hold the same model, without reading all of it. Independent of paths."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,17 +12,20 @@ _SAMPLE_BYTES = 1 << 14
 _SAMPLES = 64
 
 
-def model_identity(config: TransformerConfig, files: Iterable[Path], scheme: WeightScheme | None = None) -> str:
-    """sha256 over the configuration and, for each file in order, its size, its head and evenly spaced samples.
+def weights_version(files: Iterable[Path], scheme: WeightScheme | None = None) -> str:
+    """sha256 over, for each file in order, its size, its head and evenly spaced samples.
 
-    Weights that were rounded to fewer bits are another model: its tokens differ.
+    Weights that were rounded to fewer bits are another version: their tokens differ.
     """
-    digest = hashlib.sha256(config.digest().encode())
-    if scheme is not None:
-        digest.update(scheme.encode())
+    digest = hashlib.sha256((scheme or "").encode())
     for path in files:
         _add_file(digest, path)
     return digest.hexdigest()
+
+
+def model_identity(config: TransformerConfig, weights: str) -> str:
+    """sha256 over the configuration and the version of the weights."""
+    return hashlib.sha256(f"{config.digest()}{weights}".encode()).hexdigest()
 
 
 def _add_file(digest: "hashlib._Hash", path: Path) -> None:

@@ -52,7 +52,7 @@ class LatentAttention:
         latent_norm = loader.tensor(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
         inputs = LatentInputs.load(config, mla, prefix, loader)
         outputs = LatentOutputs.load(config, mla, prefix, loader)
-        return cls(loader.shard.local(config), mla, loader.ops, latent_norm, inputs, outputs)
+        return cls(config.of_rank(loader.shard), mla, loader.ops, latent_norm, inputs, outputs)
 
     def __call__(self, hidden: Tensor, step: ModelStep, cache: tuple[Tensor, ...]) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
@@ -84,7 +84,7 @@ class LatentInputs:
     def load(cls, config: TransformerConfig, mla: MlaConfig, prefix: str, loader: WeightLoader) -> Self:
         """Load and merge; moves the rows that produce rotary pairs into halves, so that rotation needs no shuffle."""
         order = _order_of_halves(mla)
-        rows, heads = config.num_heads * config.head_dim, loader.shard.local(config).num_heads
+        rows, heads = config.num_heads * config.head_dim, config.of_rank(loader.shard).num_heads
         compressed = mla.q_lora_rank
         name, bias = ("q_a_proj", config.attention_bias) if compressed else ("q_proj", False)
         rows_of_first = {prefix + name: compressed or rows}
@@ -134,7 +134,7 @@ class LatentOutputs:
         # Both maps are parts of one tensor.
         per_head = mla.nope_head_dim + mla.v_head_dim
         both = loader.tensor(prefix + "kv_b_proj.weight", config.num_heads * per_head, mla.kv_lora_rank, split=0)
-        both = both.view(loader.shard.local(config).num_heads, per_head, mla.kv_lora_rank)
+        both = both.view(config.of_rank(loader.shard).num_heads, per_head, mla.kv_lora_rank)
         size = config.num_heads * mla.v_head_dim
         return cls(
             loader.ops.pack_per_head(both[:, : mla.nope_head_dim].contiguous()),

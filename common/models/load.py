@@ -22,7 +22,7 @@ from kvferry.common.models.footprint import Footprint, footprint
 from kvferry.common.models.gguf_config import read_gguf_config
 from kvferry.common.models.hf_files import read_json, safetensors_files
 from kvferry.common.models.hf_settings import HARMLESS, HARMLESS_PREFIXES
-from kvferry.common.models.identity import model_identity
+from kvferry.common.models.identity import model_identity, weights_version
 from kvferry.common.models.packed_store import SUFFIX, PackedStore, open_store
 from kvferry.common.models.registry import architecture_of, family
 from kvferry.common.models.settings import Settings
@@ -62,6 +62,8 @@ class LoadedModel:
     info: ModelInfo
     identity: str
     """Equal on every host with the same files and quantisation; does not include the compute dtype."""
+    weights_version: str
+    """The part of the identity that the weights' files contribute."""
     dtype: torch.dtype
 
     @property
@@ -104,7 +106,8 @@ def load_model(
     torch_dtype = _resolve_dtype(config, dtype)
     length = _resolve_length(config, max_model_len)
     name = model_name or path.resolve().stem
-    identity = model_identity(config, checkpoint.files, scheme)
+    weights_digest = weights_version(checkpoint.files, scheme)
+    identity = model_identity(config, weights_digest)
     with checkpoint.weights as source, _progress(source, name, progress) as tick:
         needed = footprint(config, source, device.ops, torch_dtype, collectives.shard.size, scheme)
         before(needed)
@@ -123,7 +126,7 @@ def load_model(
         default_do_sample=config.default_do_sample,
         tokenizer_path=checkpoint.tokenizer_path,
     )
-    return LoadedModel(model, config, info, identity, torch_dtype)
+    return LoadedModel(model, config, info, identity, weights_digest, torch_dtype)
 
 
 @contextmanager

@@ -188,7 +188,9 @@ class NodeBuilder:
 
     def _make_core(self, cache: KvCache, scheduler: Scheduler, kv_endpoint: str, staging_place: str) -> NodeCore:
         environment, settings = self._environment, self._settings
-        compatibility = compatibility_of(self._loaded.identity, cache, settings.tensor_parallel)
+        compatibility = compatibility_of(
+            self._loaded.identity, self._loaded.weights_version, cache, settings.tensor_parallel
+        )
         identity = NodeIdentity(
             self.incarnation,
             settings.name,

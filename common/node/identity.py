@@ -6,7 +6,7 @@ from kvferry.common.protocol.messages import PROTOCOL_VERSION
 from kvferry.common.protocol.model_info import Compatibility
 
 
-def compatibility_of(model_identity: str, cache: KvCache, tensor_parallel: int) -> Compatibility:
+def compatibility_of(model_identity: str, weights_version: str, cache: KvCache, tensor_parallel: int) -> Compatibility:
     """What must agree for KV to be transferred between two nodes."""
     tensors = ",".join(f"{spec.name}{list(spec.whole_shape(tensor_parallel))}" for spec in cache.specs)
     return Compatibility(
@@ -17,6 +17,7 @@ def compatibility_of(model_identity: str, cache: KvCache, tensor_parallel: int) 
         block_size=cache.block_size,
         num_layers=cache.num_layers,
         tensor_parallel=tensor_parallel,
+        weights=weights_version,
     )
 
 
