@@ -246,7 +246,7 @@ class NodeCore:
         while not self._exiting:
             scheduled = self.scheduler.schedule(now, self._may_start)
             actions += self._scheduler_events(scheduled.events, now)
-            plan = scheduled.plan
+            plan = scheduled.batch
             if plan is not None:
                 self._steps_in_flight += 1
                 if self.progress.started_at is None:

@@ -6,7 +6,7 @@ from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.kv_transfer.interface import BlockBytes, Post
-from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
+from kvferry.common.kv_transfer.shm import ShmSlotWriter, ShmSlotMemory
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.transport.context import TransportContext
 
@@ -34,6 +34,6 @@ def make_mover(
         checksum=settings.checksum,
         activate=activate,
         timers=timers,
-        memory=ShmSlots(settings.staging_slots, settings.staging_slot_bytes) if settings.lends_slots else None,
-        reach=ShmReach(own) if settings.uses_shm else None,
+        memory=ShmSlotMemory(settings.staging_slots, settings.staging_slot_bytes) if settings.lends_slots else None,
+        reach=ShmSlotWriter(own) if settings.uses_shm else None,
     )

@@ -114,7 +114,7 @@ class KvMover(Protocol):
         ...
 
     @property
-    def staging_place(self) -> str:
+    def staging_address(self) -> str:
         """Where others find the staging slots here; "" without any, and before `start`."""
         ...
 

@@ -38,7 +38,7 @@ def host_prefix() -> str:
     return f"{SCHEME}{boot}-{namespace}/"
 
 
-class ShmSlots:
+class ShmSlotMemory:
     """A `SlotMemory` that other processes of this host may map."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
@@ -114,15 +114,15 @@ class _Mapped:
         os.close(self.fd)  # and with it the lock
 
 
-class ShmReach:
-    """A `SlotReach` for the memory of other processes of this host."""
+class ShmSlotWriter:
+    """A `SlotWriter` for the memory of other processes of this host."""
 
     def __init__(self, own: Incarnation) -> None:
         self._own = own
         self._peers: dict[Incarnation, _Mapped] = {}
 
     def open(self, peer: Incarnation, place: str) -> None:
-        """See SlotReach. Not there any more, another's, refused, or no descriptor for it: it stays out of reach."""
+        """See SlotWriter. Not there any more, another's, refused, or no descriptor for it: it stays out of reach."""
         if peer in self._peers:
             return
         try:
@@ -135,12 +135,12 @@ class ShmReach:
                 _LOG.warning("staging slots are out of reach, KV goes in messages: %s", error.strerror)
 
     def fits(self, peer: Incarnation, num_bytes: int) -> bool:
-        """See SlotReach."""
+        """See SlotWriter."""
         mapped = self._peers.get(peer)
         return mapped is not None and num_bytes <= mapped.slot_bytes
 
     def write(self, peer: Incarnation, slot: int, data: bytes | memoryview) -> None:
-        """See SlotReach."""
+        """See SlotWriter."""
         mapped, view = self._peers[peer], memoryview(data).cast("B")
         if not 0 <= slot < mapped.num_slots or len(view) > mapped.slot_bytes:
             raise ValueError(f"{len(view)} bytes into staging slot {slot} of {peer}")
@@ -148,13 +148,13 @@ class ShmReach:
         mapped.memory[start : start + len(view)] = view
 
     def close(self, peer: Incarnation) -> None:
-        """See SlotReach."""
+        """See SlotWriter."""
         mapped = self._peers.pop(peer, None)
         if mapped is not None:
             mapped.close()
 
     def close_all(self) -> None:
-        """See SlotReach."""
+        """See SlotWriter."""
         for peer in list(self._peers):
             self.close(peer)
 

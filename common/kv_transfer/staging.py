@@ -33,7 +33,7 @@ class SlotMemory(Protocol):
         ...
 
 
-class SlotReach(Protocol):
+class SlotWriter(Protocol):
     """The staging slots of others that this process can write into."""
 
     def open(self, peer: Incarnation, place: str) -> None:
@@ -57,7 +57,7 @@ class SlotReach(Protocol):
         ...
 
 
-class NoSlots:
+class NoSlotMemory:
     """A `SlotMemory` without slots."""
 
     num_slots = 0
@@ -78,8 +78,8 @@ class NoSlots:
         """Nothing to close."""
 
 
-class NoReach:
-    """A `SlotReach` that reaches nothing."""
+class NoSlotWriter:
+    """A `SlotWriter` that reaches nothing."""
 
     def open(self, peer: Incarnation, place: str) -> None:
         """It stays out of reach."""

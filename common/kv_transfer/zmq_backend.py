@@ -30,7 +30,7 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv_transfer.expectations import Expectations
 from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd, Post
 from kvferry.common.kv_transfer.send_queue import Window
-from kvferry.common.kv_transfer.staging import NoReach, NoSlots, SlotMemory, SlotReach
+from kvferry.common.kv_transfer.staging import NoSlotWriter, NoSlotMemory, SlotMemory, SlotWriter
 from kvferry.common.kv_transfer.zmq_receiver import ZmqReceiver
 from kvferry.common.kv_transfer.zmq_sender import ZmqSender
 from kvferry.common.protocol.messages import Piece
@@ -75,7 +75,7 @@ class ZmqKvMover:
         activate: Callable[[], None] = lambda: None,
         window: Window | None = None,
         memory: SlotMemory | None = None,
-        reach: SlotReach | None = None,
+        reach: SlotWriter | None = None,
         clock: Clock | None = None,
         timers: Timers = DEFAULT_TIMERS,
     ) -> None:
@@ -98,9 +98,9 @@ class ZmqKvMover:
         self._socket = NodeSocket(context, SocketOptions.kv(limits, high_water, timers))
         self._expectations = Expectations(cache)
         end = KvEnd(own, limits, self._clock, post)
-        self._memory: SlotMemory = memory or NoSlots()
+        self._memory: SlotMemory = memory or NoSlotMemory()
         self._receiver = ZmqReceiver(end, self._socket, self._expectations, self._memory)
-        self._sender = ZmqSender(end, cache, reach or NoReach(), self._loop, self._make_link, window, checksum=checksum)
+        self._sender = ZmqSender(end, cache, reach or NoSlotWriter(), self._loop, self._make_link, window, checksum=checksum)
         self._staging_place = ""
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -119,7 +119,7 @@ class ZmqKvMover:
         return bound
 
     @property
-    def staging_place(self) -> str:
+    def staging_address(self) -> str:
         """Where others find the staging slots here; "" without any, and before `start`."""
         return self._staging_place
 

@@ -28,7 +28,7 @@ from kvferry.common.cluster.events import (
 )
 from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd
 from kvferry.common.kv_transfer.send_queue import OutboundPiece, SendQueue, Window
-from kvferry.common.kv_transfer.staging import SlotReach
+from kvferry.common.kv_transfer.staging import SlotWriter
 from kvferry.common.protocol.messages import Credit, Envelope, Piece
 from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.link_socket import LinkSocket
@@ -57,7 +57,7 @@ class ZmqSender:
         self,
         end: KvEnd,
         cache: BlockBytes,
-        reach: SlotReach,
+        reach: SlotWriter,
         loop: PollLoop,
         make_link: MakeLink,
         window: Window,

@@ -244,7 +244,7 @@ class NodeBuilder:
             compatibility,
             kv_endpoints=self._kv_endpoints(shell.kv_endpoint),
             transports=settings.kv_transports if settings.uses_shm else ("zmq",),
-            staging=(shell.staging_place,) if shell.staging_place else (),
+            staging=(shell.staging_address,) if shell.staging_address else (),
         )
         core: list[NodeCore] = []
         context = RoleContext(

@@ -111,7 +111,7 @@ class NodeShell:
         self._bound = threading.Event()
         self.endpoint = ""
         self.kv_endpoint = ""
-        self.staging_place = ""
+        self.staging_address = ""
         self.malformed = 0
         """Messages dropped since they broke the protocol."""
         self.computes_on = False
@@ -161,7 +161,7 @@ class NodeShell:
         self._loop.add(self._wakeup, self._drain_inbox)
         self.endpoint = self._socket.bind(self._parts.bind, allow_remote=self._parts.allow_remote)
         self._loop.add(self._socket, self._drain_socket)
-        self.kv_endpoint, self.staging_place = self._kv.start(), self._kv.staging_place
+        self.kv_endpoint, self.staging_address = self._kv.start(), self._kv.staging_address
         self._core = self._parts.make_core()
         self._engine.start()
 

@@ -43,7 +43,7 @@ class RankedKvMover:
         return endpoint
 
     @property
-    def staging_place(self) -> str:
+    def staging_address(self) -> str:
         """Nowhere: the ranks have no staging slots."""
         return ""
 

@@ -29,7 +29,7 @@ from kvferry.common.cluster.events import (
 )
 from kvferry.common.config.protocol import Limits
 from kvferry.common.kv_transfer.interface import KvEvent
-from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
+from kvferry.common.kv_transfer.shm import ShmSlotWriter, ShmSlotMemory
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.transport.context import TransportContext
@@ -129,8 +129,8 @@ def mover(own: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None])
         Limits(),
         post,
         checksum=True,
-        memory=ShmSlots(len(SLOTS), load.piece_bytes),
-        reach=ShmReach(own),
+        memory=ShmSlotMemory(len(SLOTS), load.piece_bytes),
+        reach=ShmSlotWriter(own),
     )
     try:
         yield made, made.start()
@@ -172,7 +172,7 @@ def measure(load: TransferLoad) -> Figures:
 
     with mover(RECEIVER, load, post) as (made, endpoint):
         made.expect(KEY, (), 0, load.slots)
-        command = python_command("kvferry.ops.bench.kv_transfer", "--send", endpoint, made.staging_place)
+        command = python_command("kvferry.ops.bench.kv_transfer", "--send", endpoint, made.staging_address)
         command += ("--pieces", str(load.piece_bytes), str(load.num_pieces), "--transport", load.transport)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
             try:

@@ -30,7 +30,7 @@ class Wish:
     extra: int
     keep_free: int
     max_cached: int
-    tries: AllocationMemo = field(default_factory=AllocationMemo)
+    memo: AllocationMemo = field(default_factory=AllocationMemo)
 
 
 class Model:
@@ -110,7 +110,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
             max_cached_tokens=wish.max_cached,
             extra_tokens=wish.extra,
             keep_free=wish.keep_free,
-            tries=wish.tries,
+            memo=wish.memo,
         )
         if needed - len(hits) + len(revived) > num_free - wish.keep_free:
             assert table is None
@@ -162,9 +162,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.held)
     @rule(data=st.data())
-    def distrust(self, data):
+    def invalidate(self, data):
         holder = self.pick(data)
-        self.pool.distrust(holder)
+        self.pool.invalidate(holder)
         for block in self.model.held[holder].table:
             if self.model.holders_of(block) == 1:
                 self.model.content.pop(block, None)

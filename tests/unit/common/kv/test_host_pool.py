@@ -8,28 +8,28 @@ from kvferry.common.kv.host_pool import HostPool
 
 def test_taken_all_or_nothing_and_given_back():
     pool = HostPool(5)
-    assert pool.take(1, 3) == (0, 1, 2)
-    assert pool.take(2, 3) is None
+    assert pool.allocate(1, 3) == (0, 1, 2)
+    assert pool.allocate(2, 3) is None
     assert not pool.holds(2)
-    assert pool.take(2, 2) == (3, 4)
+    assert pool.allocate(2, 2) == (3, 4)
     assert (pool.num_free, pool.num_held, pool.holders) == (0, 5, {1, 2})
     pool.release(1)
-    assert pool.take(3, 3) == (0, 1, 2), "a run of neighbours again"
+    assert pool.allocate(3, 3) == (0, 1, 2), "a run of neighbours again"
     pool.check_invariants()
 
 
 def test_a_pool_of_nothing_gives_nothing():
     pool = HostPool(0)
-    assert pool.take(1, 1) is None
+    assert pool.allocate(1, 1) is None
     assert pool.num_free == 0
     pool.check_invariants()
 
 
 def test_misuse_is_an_invariant_error():
     pool = HostPool(4)
-    pool.take(1, 1)
+    pool.allocate(1, 1)
     with pytest.raises(InvariantError, match="already"):
-        pool.take(1, 1)
+        pool.allocate(1, 1)
     pool.release(1)
     with pytest.raises(InvariantError, match="released twice"):
         pool.release(1)
@@ -39,7 +39,7 @@ def test_misuse_is_an_invariant_error():
 
 def test_check_invariants_sees_a_block_in_two_places_and_a_lost_one():
     pool = HostPool(4)
-    pool.take(1, 2)
+    pool.allocate(1, 2)
     pool._free.append(0)
     with pytest.raises(InvariantError):
         pool.check_invariants()

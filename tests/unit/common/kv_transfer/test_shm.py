@@ -31,7 +31,7 @@ from kvferry.common.cluster.events import (
 )
 from kvferry.common.config.protocol import Limits
 from kvferry.common.kv_transfer.send_queue import Window
-from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots, host_prefix
+from kvferry.common.kv_transfer.shm import ShmSlotWriter, ShmSlotMemory, host_prefix
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.transport.context import TransportContext
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
@@ -50,21 +50,21 @@ def _no_descriptor_stays() -> Iterator[None]:
 
 
 @pytest.fixture
-def slots() -> Iterator[ShmSlots]:
-    slots = ShmSlots(4, SLOT_BYTES)
+def slots() -> Iterator[ShmSlotMemory]:
+    slots = ShmSlotMemory(4, SLOT_BYTES)
     yield slots
     slots.close()
     slots.close()
 
 
 @pytest.fixture
-def reach() -> Iterator[ShmReach]:
-    reach = ShmReach(WRITER)
+def reach() -> Iterator[ShmSlotWriter]:
+    reach = ShmSlotWriter(WRITER)
     yield reach
     reach.close_all()
 
 
-def test_what_is_written_is_there_and_in_no_other_slot(slots: ShmSlots, reach: ShmReach):
+def test_what_is_written_is_there_and_in_no_other_slot(slots: ShmSlotMemory, reach: ShmSlotWriter):
     reach.open(OWNER, slots.open())
     reach.open(OWNER, "twice")
     assert reach.fits(OWNER, SLOT_BYTES)
@@ -73,7 +73,7 @@ def test_what_is_written_is_there_and_in_no_other_slot(slots: ShmSlots, reach: S
     assert not any(bytes(slots.view(slot, SLOT_BYTES)).strip(b"\0") for slot in (0, 1, 3))
 
 
-def test_what_does_not_fit_is_not_written(slots: ShmSlots, reach: ShmReach):
+def test_what_does_not_fit_is_not_written(slots: ShmSlotMemory, reach: ShmSlotWriter):
     reach.open(OWNER, slots.open())
     assert not reach.fits(OWNER, SLOT_BYTES + 1)
     assert not reach.fits(OTHER, 1)
@@ -102,13 +102,13 @@ def other_token(place: str) -> str:
         lambda place: "",
     ],
 )
-def test_memory_that_is_not_the_one_meant_stays_out_of_reach(slots: ShmSlots, reach: ShmReach, broken):
+def test_memory_that_is_not_the_one_meant_stays_out_of_reach(slots: ShmSlotMemory, reach: ShmSlotWriter, broken):
     reach.open(OWNER, broken(slots.open()))
     assert not reach.fits(OWNER, 1)
 
 
 def test_a_life_that_maps_the_memory_is_refused_only_when_it_has_let_go_and_then_for_ever(
-    slots: ShmSlots, reach: ShmReach
+    slots: ShmSlotMemory, reach: ShmSlotWriter
 ):
     place = slots.open()
     reach.open(OWNER, place)
@@ -122,7 +122,7 @@ def test_a_life_that_maps_the_memory_is_refused_only_when_it_has_let_go_and_then
 
 
 def test_memory_that_no_descriptor_is_left_for_is_out_of_reach_and_told_of(
-    slots: ShmSlots, reach: ShmReach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    slots: ShmSlotMemory, reach: ShmSlotWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -140,7 +140,7 @@ def test_memory_that_no_descriptor_is_left_for_is_out_of_reach_and_told_of(
 
 
 def test_a_lock_that_the_kernel_has_no_room_for_is_asked_for_again(
-    slots: ShmSlots, reach: ShmReach, monkeypatch: pytest.MonkeyPatch
+    slots: ShmSlotMemory, reach: ShmSlotWriter, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -160,7 +160,7 @@ def test_without_memory_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(os, "ftruncate", refuse)
     with pytest.raises(ConfigError, match=r"node\.kv_transports"):
-        ShmSlots(1, 4096).open()
+        ShmSlotMemory(1, 4096).open()
 
 
 # -- across processes that are killed
@@ -169,8 +169,8 @@ def test_without_memory_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
 WRITES = """
 import sys
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.kv_transfer.shm import ShmReach
-reach = ShmReach(Incarnation(sys.argv[1]))
+from kvferry.common.kv_transfer.shm import ShmSlotWriter
+reach = ShmSlotWriter(Incarnation(sys.argv[1]))
 reach.open(Incarnation(sys.argv[2]), sys.argv[3])
 reach.write(Incarnation(sys.argv[2]), 1, b"from a process that is killed")
 print("written", flush=True)
@@ -178,8 +178,8 @@ sys.stdin.read()
 """
 LENDS = """
 import sys
-from kvferry.common.kv_transfer.shm import ShmSlots
-slots = ShmSlots(4, 4096)
+from kvferry.common.kv_transfer.shm import ShmSlotMemory
+slots = ShmSlotMemory(4, 4096)
 print(slots.open(), flush=True)
 sys.stdin.read()
 """
@@ -202,7 +202,7 @@ def staging_maps(pid: int) -> int:
     return sum("kvferry-staging" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
-def test_a_writer_that_was_stopped_is_not_refused_and_one_that_was_killed_is(slots: ShmSlots):
+def test_a_writer_that_was_stopped_is_not_refused_and_one_that_was_killed_is(slots: ShmSlotMemory):
     with child(WRITES, WRITER, OWNER, slots.open()) as (process, said):
         assert said == "written"
         assert bytes(slots.view(1, 29)) == b"from a process that is killed"
@@ -213,7 +213,7 @@ def test_a_writer_that_was_stopped_is_not_refused_and_one_that_was_killed_is(slo
         assert slots.refuse(WRITER)
 
 
-def test_memory_of_a_killed_process_has_no_name_and_goes_with_the_last_who_maps_it(reach: ShmReach):
+def test_memory_of_a_killed_process_has_no_name_and_goes_with_the_last_who_maps_it(reach: ShmSlotWriter):
     with child(LENDS) as (process, place):
         reach.open(OWNER, place)
         pid, fd = place.removeprefix(host_prefix()).split("/")[:2]
@@ -224,7 +224,7 @@ def test_memory_of_a_killed_process_has_no_name_and_goes_with_the_last_who_maps_
     assert staging_maps(os.getpid()) == 1
     reach.close(OWNER)
     assert staging_maps(os.getpid()) == 0
-    late = ShmReach(OTHER)
+    late = ShmSlotWriter(OTHER)
     late.open(OWNER, place)
     assert not late.fits(OWNER, 1)
 
@@ -256,8 +256,8 @@ class Node:
             self.posted,
             checksum=checksum,
             window=WINDOW,
-            memory=ShmSlots(num_slots, SLOT_BYTES),
-            reach=ShmReach(self.self_id),
+            memory=ShmSlotMemory(num_slots, SLOT_BYTES),
+            reach=ShmSlotWriter(self.self_id),
             clock=clock,
         )
         self.endpoint = self.mover.start()
@@ -289,7 +289,7 @@ def decode(context: TransportContext) -> Iterator[Node]:
 
 
 def joined(prefill: Node, decode: Node) -> None:
-    prefill.mover.open(decode.self_id, decode.endpoint, staging=decode.mover.staging_place)
+    prefill.mover.open(decode.self_id, decode.endpoint, staging=decode.mover.staging_address)
 
 
 def pieces_of(prefill: Node, decode: Node, count: int, number: int = 1):
@@ -331,8 +331,8 @@ def test_a_slot_that_is_not_its_own_writes_no_block(prefill: Node, decode: Node)
 
 def test_bytes_that_were_damaged_in_a_slot_are_found(prefill: Node, decode: Node, monkeypatch: pytest.MonkeyPatch):
     joined(prefill, decode)
-    right = ShmReach.write
-    monkeypatch.setattr(ShmReach, "write", lambda self, peer, slot, data: right(self, peer, slot, bytes(len(data))))
+    right = ShmSlotWriter.write
+    monkeypatch.setattr(ShmSlotWriter, "write", lambda self, peer, slot, data: right(self, peer, slot, bytes(len(data))))
     key, pieces = pieces_of(prefill, decode, 1)
     decode.mover.expect(key, TABLE, 2, (1,))
     prefill.mover.send(pieces[0], TABLE, (1,))

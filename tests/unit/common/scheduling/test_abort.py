@@ -155,14 +155,14 @@ def test_wrong_pins_raise(node):
         node.scheduler.pin(waiting)
 
 
-@pytest.mark.parametrize("call", ["abort", "release", "commit", "pause", "resume", "pin"])
+@pytest.mark.parametrize("call", ["abort", "release", "commit", "pin"])
 def test_an_unknown_sequence_raises(node, call):
-    with pytest.raises(InvariantError, match="not known"):
+    with pytest.raises(InvariantError, match="is unknown"):
         getattr(node.scheduler, call)(77)
     assert node.scheduler.status(77) is None
 
 
-@pytest.mark.parametrize("call", ["release", "commit", "resume"])
+@pytest.mark.parametrize("call", ["release", "commit"])
 def test_a_call_that_makes_no_sense_raises_and_changes_nothing(node, call):
     seq_id = node.scheduler.add(make_spec(20), 0.0)
     node.step()
@@ -175,7 +175,7 @@ def test_a_second_abort_raises(node):
     seq_id = node.scheduler.add(make_spec(20), 0.0)
     node.schedule()
     node.scheduler.abort(seq_id)
-    with pytest.raises(InvariantError, match="may not go to ended"):
+    with pytest.raises(InvariantError, match="may not become ended"):
         node.scheduler.abort(seq_id)
 
 

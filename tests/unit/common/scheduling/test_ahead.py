@@ -50,9 +50,9 @@ def test_a_step_says_that_its_id_is_what_the_step_before_draws():
     seq_id = decoding(node)
     first, second = planned(node), planned(node)
     [part] = first.scheduled
-    assert (part.token_ids, part.start_position, part.after_draw) == (ids(drawn(3, 1)), 3, False)
+    assert (part.token_ids, part.start_position, part.is_placeholder) == (ids(drawn(3, 1)), 3, False)
     table = node.scheduler.block_table(seq_id)
-    assert second.scheduled == (ScheduledSequence(seq_id, array("I", [0]), 4, table, True, 5, after_draw=True),)
+    assert second.scheduled == (ScheduledSequence(seq_id, array("I", [0]), 4, table, True, 5, is_placeholder=True),)
 
 
 def test_only_one_token_is_planned_for_before_it_is_known():
@@ -62,7 +62,7 @@ def test_only_one_token_is_planned_for_before_it_is_known():
     assert node.schedule() is None
     node.finish(first)
     third = planned(node)
-    assert [part.after_draw for part in third.scheduled] == [True]
+    assert [part.is_placeholder for part in third.scheduled] == [True]
     assert node.schedule() is None
     node.finish(second)
 
@@ -73,7 +73,7 @@ def test_tokens_are_those_of_single_steps_and_a_step_is_in_flight_all_the_time()
     plan = planned(node)
     for _ in range(10):
         following = planned(node)
-        assert [part.after_draw for part in following.scheduled] == [True]
+        assert [part.is_placeholder for part in following.scheduled] == [True]
         node.finish(plan)
         plan = following
     assert node.schedule() is None, "the last one is being drawn"
@@ -208,16 +208,16 @@ def test_one_that_joins_is_in_step_with_the_others_from_then_on():
     plan = planned(node)
     other = node.scheduler.add(make_spec(range(50, 53)), 0.0)
     following = planned(node)
-    assert [(part.seq_id, part.after_draw) for part in following.scheduled] == [(first, True), (other, False)]
+    assert [(part.seq_id, part.is_placeholder) for part in following.scheduled] == [(first, True), (other, False)]
     node.finish(plan)
     plan, following = following, planned(node)
     assert [part.seq_id for part in following.scheduled] == [first], "its prompt is in flight"
     node.finish(plan)
     both = planned(node)
-    assert [(part.seq_id, part.after_draw) for part in both.scheduled] == [(first, True), (other, False)]
+    assert [(part.seq_id, part.is_placeholder) for part in both.scheduled] == [(first, True), (other, False)]
     node.finish(following)
     both = planned(node)
-    assert [(part.seq_id, part.after_draw) for part in both.scheduled] == [(first, True), (other, True)]
+    assert [(part.seq_id, part.is_placeholder) for part in both.scheduled] == [(first, True), (other, True)]
 
 
 def test_a_block_is_taken_for_a_step_ahead():
@@ -273,7 +273,7 @@ def test_nothing_is_planned_ahead_while_somebody_is_on_the_host():
 
 
 def damage_draws(node: FakeNode, seq_id: int) -> None:
-    node.scheduler._table.get(seq_id).num_undrawn = 1
+    node.scheduler._table.get(seq_id).tokens_in_flight = 1
 
 
 def damage_length(node: FakeNode, seq_id: int) -> None:
@@ -305,7 +305,7 @@ def test_a_step_that_copies_away_is_alone_in_flight():
             break
         node.finish(plan)
     node.scheduler._in_flight.append(StepBatch(99, ()))
-    with pytest.raises(InvariantError, match="alone"):
+    with pytest.raises(InvariantError, match="not the only one"):
         node.scheduler.check_invariants()
 
 

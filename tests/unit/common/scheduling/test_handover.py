@@ -92,11 +92,11 @@ def test_what_is_held_counts_to_the_token(node):
     token = node.of(old, Prefilled)[0].token_id
     new = node.scheduler.inherit_blocks(old, make_spec(11, [token], mode="prefill"), 0.0)
     assert node.scheduler.status(old) is None
-    assert node.scheduler.has_events
     assert node.schedule() is None
     assert node.of(new) == [Started(new, 11), Prefilled(new, 11, token, 0)]
     assert node.scheduler.block_table(new)[:3] == table[:3]
-    assert not node.scheduler.has_events
+    assert node.schedule() is None
+    assert len(node.of(new)) == 2, "events are returned once"
     node.scheduler.release(new)
     assert node.scheduler.is_quiescent()
 
@@ -288,7 +288,7 @@ def test_a_handed_token_that_ends_it_ends_it_at_once():
 ])  # fmt: skip
 def test_a_handover_of_another_length_changes_nothing(node, outputs, token, num_tokens):
     seq_id, _ = reserve(node, make_spec(10, outputs))
-    with pytest.raises(ProtocolError, match="handed over"):
+    with pytest.raises(ProtocolError, match="hand-over of"):
         node.scheduler.activate(seq_id, token, num_tokens, 0.0)
     assert node.scheduler.status(seq_id) is SequenceStatus.RESERVED
     node.scheduler.check_invariants()
@@ -373,7 +373,7 @@ def test_a_replan_with_one_token_left_draws_it_here_though_all_is_cached(node):
 
 def test_a_failed_sequence_whose_blocks_are_still_read_is_in_order(node):
     seq_id = node.scheduler.add(make_spec(6, mode="prefill"), 0.0)
-    plan = node.scheduler.schedule(0.0).plan
+    plan = node.scheduler.schedule(0.0).batch
     node.scheduler.pin(seq_id)
     node.scheduler.apply(StepResult(plan.step_id, failed={seq_id: "not-a-number logits"}), 0.1)
     node.scheduler.check_invariants()

@@ -162,7 +162,7 @@ def damage_waiting(scheduler) -> None:
 
 
 def damage_status(scheduler) -> None:
-    scheduler._table.get(1).status = SequenceStatus.PAUSED
+    scheduler._table.get(1).status = SequenceStatus.PREFILLED
 
 
 def damage_steps(scheduler) -> None:

@@ -267,27 +267,3 @@ def test_results_must_fit_the_plan():
             node.scheduler.apply(result, 0.0)
     node.finish(plan)
     assert node.scheduler.status(seq_id) is SequenceStatus.DECODING
-
-
-def test_a_paused_prompt_keeps_its_blocks_and_gets_no_chunk():
-    node = node_with()
-    seq_id = node.scheduler.add(make_spec(20), 0.0)
-    node.step()
-    held = node.scheduler.block_table(seq_id)
-    node.scheduler.pause(seq_id)
-    assert node.step() is None
-    assert node.scheduler.block_table(seq_id) == held
-    assert not node.scheduler.work_waiting
-    assert node.scheduler.load().waiting_tokens == 12
-    node.scheduler.resume(seq_id)
-    assert shape(node.step()) == [(seq_id, 8, 8, False)]
-
-
-def test_a_pause_that_comes_after_the_last_chunk_was_sent_off_is_moot():
-    node = node_with()
-    seq_id = node.scheduler.add(make_spec(5), 0.0)
-    plan = node.schedule()
-    node.scheduler.pause(seq_id)
-    assert plan is not None
-    node.finish(plan)
-    assert node.scheduler.status(seq_id) is SequenceStatus.DECODING

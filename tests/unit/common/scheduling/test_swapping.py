@@ -208,7 +208,7 @@ def test_the_best_of_those_away_returns_first_and_nobody_overtakes_it():
     second = node.scheduler.inherit_blocks(best, make_spec(range(300, 308), max_new_tokens=2), 0.0)
     assert node.scheduler.status(second) is SequenceStatus.WAITING
     node.pool.acquire(99, ids(range(12)), max_cached_tokens=0)  # three of six: enough for the worst alone
-    assert node.scheduler.schedule(0.0).plan is None
+    assert node.scheduler.schedule(0.0).batch is None
     node.pool.release(99)
     plan = node.step()
     assert plan is not None
@@ -351,7 +351,7 @@ def test_those_away_count_as_running_and_cannot_be_pinned():
 def test_what_lies_on_the_host_is_not_quiet():
     node = make_node()
     assert node.scheduler.is_quiescent()
-    node.host.take(99, 1)
+    node.host.allocate(99, 1)
     assert not node.scheduler.is_quiescent()
 
 
@@ -361,7 +361,7 @@ def lose_host_blocks(node: FakeNode, seq_id: int) -> None:
 
 def fewer_host_blocks(node: FakeNode, seq_id: int) -> None:
     node.host.release(seq_id)
-    node.host.take(seq_id, 1)
+    node.host.allocate(seq_id, 1)
 
 
 def damage_host_pool(node: FakeNode, seq_id: int) -> None:
@@ -369,7 +369,7 @@ def damage_host_pool(node: FakeNode, seq_id: int) -> None:
 
 
 def stray_host_blocks(node: FakeNode, seq_id: int) -> None:
-    node.host.take(99, 1)
+    node.host.allocate(99, 1)
 
 
 @pytest.mark.parametrize(
