@@ -16,6 +16,7 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import node_counts, resolve_node
 from kvferry.common.config.schema import NODE_KINDS, ClusterConfig, RoleConfig
 from kvferry.common.config.toml import quote
+from kvferry.common.kv.transports import MESSAGE_TRANSPORT
 
 _MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_wait_s"}
 _IN_ORDER = (
@@ -142,8 +143,10 @@ def _check_timers(timers: Timers) -> None:
 
 
 def _check_transports(config: ClusterConfig) -> None:
-    if "zmq" not in config.node.kv_transports:
-        raise ConfigError("node.kv_transports: zmq must be among them; shm alone carries no messages")
+    if MESSAGE_TRANSPORT not in config.node.kv_transports:
+        raise ConfigError(
+            f"node.kv_transports: must include {MESSAGE_TRANSPORT}, which carries the messages of the others"
+        )
 
 
 def _check_limits(limits: Limits) -> None:

@@ -4,12 +4,13 @@ Keys whose default is None are worked out where they are used (`common.config.re
 what `--print-config` and `ops/docs/configuration.md` show. Checks over several keys are in `common.config.checks`.
 """
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.kv.transports import KV_TRANSPORTS
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
@@ -18,7 +19,10 @@ DeviceName = Literal["auto", "cpu", "cuda", "npu"]
 NodeKind = Literal["prefill", "decode", "colocated"]
 """What a node is started as; a colocated node has both roles of the protocol."""
 NODE_KINDS: tuple[NodeKind, ...] = ("prefill", "decode", "colocated")
-KvTransport = Literal["shm", "zmq"]
+if TYPE_CHECKING:
+    KvTransportName = str
+else:
+    KvTransportName = Literal[tuple(KV_TRANSPORTS)]  # a type checker accepts no computed Literal
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,7 +158,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Keep finished blocks, and take them again for prompts that begin alike."""
     checksum: bool = True
     """Put a checksum on every piece of ferried KV."""
-    kv_transports: tuple[KvTransport, ...] = ("shm", "zmq")
+    kv_transports: tuple[KvTransportName, ...] = ("shm", "zmq")
     """How KV may be ferried. shm: through memory that both nodes share, where they run on one host under one user and
     tensor_parallel is 1; zmq: over ZeroMQ, which is always among them, for everything else."""
     staging_slots: Positive = 32

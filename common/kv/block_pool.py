@@ -51,7 +51,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, model_identity: str, *, prefix_caching: bool = True) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise InvariantError(f"block pool: expected at least one block of one token, got {num_blocks} of {block_size}")
+            raise InvariantError(
+                f"block pool: expected at least one block of one token, got {num_blocks} of {block_size}"
+            )
         self.num_total = num_blocks
         self.block_size = block_size
         self.prefix_hit_tokens = 0
@@ -281,7 +283,7 @@ class BlockPool:
         self._num_holders[block] += 1
 
     def _take(self, count: int) -> list[int]:
-        """Take writable blocks: free ones first, then the least recently used cached ones. The caller checks num_free."""
+        """Take writable blocks: free ones first, then least recently used cached ones. The caller checks num_free."""
         blocks = [self._free.pop() if self._free else self._cache.evict() for _ in range(count)]
         for block in blocks:
             self._num_holders[block] = 1

@@ -36,7 +36,7 @@ from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.kv.shape import KvShape
 from kvferry.common.kv_transfer.build import make_mover
 from kvferry.common.kv_transfer.interface import KvMover
-from kvferry.common.kv_transfer.shm import host_prefix
+from kvferry.common.kv_transfer.registry import num_staging_slots, staging_host, usable_transports
 from kvferry.common.models.load import LoadedModel
 from kvferry.common.node.graphs import GraphPlan, plan_graphs, record_graphs
 from kvferry.common.node.memory import (
@@ -243,7 +243,7 @@ class NodeBuilder:
             self._loaded.info,
             compatibility,
             kv_endpoints=self._kv_endpoints(shell.kv_endpoint),
-            transports=settings.kv_transports if settings.uses_shm else ("zmq",),
+            transports=tuple(transport.name for transport in usable_transports(settings)),
             staging=(shell.staging_address,) if shell.staging_address else (),
         )
         core: list[NodeCore] = []
@@ -257,8 +257,8 @@ class NodeBuilder:
             compatibility=compatibility,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            num_staging_slots=settings.staging_slots if settings.lends_slots else 0,
-            staging_host=host_prefix() if settings.uses_shm else "",
+            num_staging_slots=num_staging_slots(settings),
+            staging_host=staging_host(settings),
             clients=lambda: core[0].clients,
         )
         core.append(NodeCore(identity, around.timers, scheduler, self._make_legs(context)))

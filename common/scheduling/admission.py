@@ -1,4 +1,4 @@
-"""Admission of sequences: allocates their blocks, all or nothing, within the configured limits. Pure; keeps no state."""
+"""Admission of sequences: allocates their blocks, all or nothing, within configured limits. Pure; keeps no state."""
 
 from math import ceil
 
@@ -52,7 +52,9 @@ class Admission:
         full_length: include all output tokens; mode decode always does.
         """
         if spec.token_ids.typecode != "I" or not 1 <= spec.num_prompt_tokens <= spec.num_known:
-            raise RequestInvalidError(f"{spec.num_prompt_tokens} prompt tokens among {spec.num_known} known ids: expected 1 to {spec.num_known}")
+            raise RequestInvalidError(
+                f"num_prompt_tokens {spec.num_prompt_tokens} is not in 1..{spec.num_known}, the number of known ids"
+            )
         if spec.priority not in PRIORITIES:
             raise RequestInvalidError(f"priority {spec.priority} is not in 1..5")
         if spec.num_known - spec.num_prompt_tokens >= spec.sampling.max_new_tokens:

@@ -1,4 +1,4 @@
-"""Allocates blocks for the next token of all decoding sequences: who grows, is swapped out, preempted, swapped in. Pure.
+"""Allocates blocks for the next tokens of decoding sequences; decides who is swapped out or in, or preempted. Pure.
 
 Sequences are served by rank (class, then age). When no block is left, the lowest-ranking one is swapped out, or
 preempted if the host is full too. A swapped-out sequence returns when there are blocks for it and for the growth of
@@ -88,7 +88,9 @@ class PreemptionPolicy:
         if self._table.count(*SWAPPED_OUT):
             return False
         decoding = self._members(SequenceStatus.DECODING)
-        lacking = [s for s in decoding if (s.num_unscheduled_tokens > 0 or s.may_schedule_ahead) and not self.has_next_block(s)]
+        lacking = [
+            s for s in decoding if (s.num_unscheduled_tokens > 0 or s.may_schedule_ahead) and not self.has_next_block(s)
+        ]
         if len(lacking) > self._pool.num_free:
             return False
         return all(self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1) for seq in lacking)
@@ -104,7 +106,9 @@ class PreemptionPolicy:
     def _lacking_blocks(self, best: Sequence | None) -> list[Sequence]:
         """Decoding sequences without a block for their next token, and `best` if it is swapped out; best first."""
         lacking = [
-            s for s in self._members(SequenceStatus.DECODING) if s.num_unscheduled_tokens > 0 and not self.has_next_block(s)
+            s
+            for s in self._members(SequenceStatus.DECODING)
+            if s.num_unscheduled_tokens > 0 and not self.has_next_block(s)
         ]
         if best is not None and best.status is SequenceStatus.SWAPPED:
             lacking.append(best)

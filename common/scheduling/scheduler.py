@@ -195,7 +195,7 @@ class Scheduler:
         return Scheduled(self._build(builder), events)
 
     def apply(self, result: StepResult, now: float) -> list[SchedulerEvent]:
-        """Process the result of the oldest step in flight. Raises InvariantError for another step or a missing token."""
+        """Process the result of the oldest step in flight. Raises InvariantError: another step, or a missing token."""
         if not self._in_flight or self._in_flight[0].step_id != result.step_id:
             raise InvariantError(f"result of step {result.step_id}, which is not the oldest in flight")
         check_result(self._in_flight[0], result)

@@ -16,7 +16,7 @@ class TokensInFlight:
         self._last: dict[int, int] = {}
 
     def fill(self, batch: StepBatch) -> StepBatch:
-        """Replace placeholders by the sampled ids. A sequence whose sampling failed gets any id: its result is dropped."""
+        """Replace placeholders by the sampled ids. After a failure the id is arbitrary: the result is dropped."""
         for seq_id in batch.finished:
             self._last.pop(seq_id, None)
         if not any(part.is_placeholder for part in batch.scheduled):

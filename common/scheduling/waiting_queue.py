@@ -25,7 +25,7 @@ SWEEP_MARGIN = 64
 class _Entry(NamedTuple):
     virtual_finish_time: float
     order: int
-    """Number of the push: first come, first served among equals; distinguishes a key that was removed and pushed again."""
+    """Number of the push: orders equal entries, and tells a key pushed again from its removed entry."""
     key: int
 
 

@@ -28,8 +28,9 @@ from kvferry.common.cluster.events import (
     PieceBad,
 )
 from kvferry.common.config.protocol import Limits
+from kvferry.common.kv.transports import KV_TRANSPORTS
 from kvferry.common.kv_transfer.interface import KvEvent
-from kvferry.common.kv_transfer.shm import ShmSlotWriter, ShmSlotMemory
+from kvferry.common.kv_transfer.registry import load_transport
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.transport.context import TransportContext
@@ -114,13 +115,14 @@ class TransferLoad:
     @property
     def slots(self) -> tuple[int, ...]:
         """Those that the sender may write into."""
-        return SLOTS if self.transport == "shm" else ()
+        return SLOTS if load_transport(self.transport).is_one_sided else ()
 
 
 @contextlib.contextmanager
 def mover(own: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None]) -> Iterator[tuple[ZmqKvMover, str]]:
     """A mover that runs, and its endpoint."""
     context = TransportContext()
+    transport = load_transport(load.transport)
     made = ZmqKvMover(
         context,
         own,
@@ -129,8 +131,8 @@ def mover(own: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None])
         Limits(),
         post,
         checksum=True,
-        memory=ShmSlotMemory(len(SLOTS), load.piece_bytes),
-        reach=ShmSlotWriter(own),
+        memory=transport.make_memory(len(SLOTS), load.piece_bytes),
+        writer=transport.make_writer(own),
     )
     try:
         yield made, made.start()
@@ -204,13 +206,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--send", nargs=2, metavar=("ENDPOINT", "PLACE"), help=argparse.SUPPRESS)
     parser.add_argument("--pieces", nargs=2, type=int, default=(0, 0), help=argparse.SUPPRESS)
-    parser.add_argument("--transport", choices=("shm", "zmq"), default="zmq", help=argparse.SUPPRESS)
+    parser.add_argument("--transport", choices=tuple(KV_TRANSPORTS), default="zmq", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send is not None:
         send(TransferLoad(arguments.pieces[0], arguments.pieces[1], arguments.transport), *arguments.send)
         return 0
     for piece_bytes in PIECE_BYTES:
-        for transport in ("shm", "zmq"):
+        for transport in KV_TRANSPORTS:
             load = TransferLoad(piece_bytes, arguments.mib * 1_048_576 // piece_bytes, transport)
             rounds = [measure(load) for _ in range(arguments.rounds)]
             rates = sorted(figures.mb_per_s for figures in rounds)

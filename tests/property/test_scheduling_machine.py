@@ -181,7 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         reservation = self.scheduler.reserve(spec, self.now)
         if reservation is not None:
-            assert not self.with_status(*SWAPPED_OUT), "a new sequence was admitted before the swapped-out ones returned"
+            assert not self.with_status(*SWAPPED_OUT), (
+                "a new sequence was admitted before the swapped-out ones returned"
+            )
             assert reservation.first_token % SIZE == 0
             assert reservation.first_token <= spec.num_known
             self.models[reservation.seq_id] = EventModel(spec)
