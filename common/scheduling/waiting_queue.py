@@ -25,7 +25,7 @@ SWEEP_MARGIN = 64
 class _Entry(NamedTuple):
     virtual_finish_time: float
     order: int
-    """Number of the push: orders equal entries, and tells a key pushed again from its removed entry."""
+    """Number of the push: orders equal entries, and separates a key pushed again from its removed entry."""
     key: int
 
 
