@@ -246,7 +246,7 @@ class NodeCore:
         while not self._exiting:
             scheduled = self.scheduler.schedule(now, self._may_start)
             actions += self._scheduler_events(scheduled.events, now)
-            batch = scheduled.plan
+            batch = scheduled.batch
             if batch is not None:
                 self._steps_in_flight += 1
                 if self.progress.started_at is None:

@@ -16,6 +16,7 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import node_counts, resolve_node
 from kvferry.common.config.schema import NODE_KINDS, ClusterConfig, RoleConfig
 from kvferry.common.config.toml import quote
+from kvferry.common.kv.transports import MESSAGE_TRANSPORT
 
 _MAY_BE_ZERO = {"retry_jitter_s", "deadline_grace_s", "new_request_wait_s"}
 _STRICTLY_BELOW = (
@@ -160,9 +161,10 @@ def _number(value: float) -> str:
 
 
 def _check_transports(config: ClusterConfig) -> None:
-    if "zmq" not in config.node.kv_transports:
-        listed = ", ".join(config.node.kv_transports)
-        raise ConfigError(f"node.kv_transports: must include zmq, because shm carries no messages; got [{listed}]")
+    if MESSAGE_TRANSPORT not in config.node.kv_transports:
+        raise ConfigError(
+            f"node.kv_transports: must include {MESSAGE_TRANSPORT}, which carries the messages of the others"
+        )
 
 
 def _check_limits(limits: Limits) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvferry.common.config.host import HostFacts
-from kvferry.common.config.schema import ClusterConfig, DeviceName, KvTransport, NodeKind
+from kvferry.common.config.schema import ClusterConfig, DeviceName, KvTransportName, NodeKind
 
 _MAX_KV_CACHE_BYTES = 1 << 30
 _MIN_KV_CACHE_BYTES = 64 << 20
@@ -48,19 +48,9 @@ class NodeSettings:
     """At most max_running each; empty on a prefill node."""
     prefix_cache: bool
     checksum: bool
-    kv_transports: tuple[KvTransport, ...]
+    kv_transports: tuple[KvTransportName, ...]
     staging_slots: int
     staging_slot_bytes: int
-
-    @property
-    def uses_shm(self) -> bool:
-        """Whether KV may be transferred through shared memory; not with several ranks."""
-        return "shm" in self.kv_transports and self.tensor_parallel == 1
-
-    @property
-    def offers_staging_slots(self) -> bool:
-        """Whether prefill nodes may write KV into staging slots of this node."""
-        return self.uses_shm and self.role != "prefill"
 
 
 def resolve_node(config: ClusterConfig, role: NodeKind, host: HostFacts) -> NodeSettings:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.common.config.protocol import Limits, Timers
+from kvferry.common.kv.transports import KV_TRANSPORTS
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -27,7 +28,10 @@ else:
 NodeKind = Literal["prefill", "decode", "colocated"]
 """How a node is started. A colocated node has both roles of the protocol."""
 NODE_KINDS: tuple[NodeKind, ...] = ("prefill", "decode", "colocated")
-KvTransport = Literal["shm", "zmq"]
+if TYPE_CHECKING:
+    KvTransportName = str
+else:
+    KvTransportName = Literal[tuple(KV_TRANSPORTS)]  # a type checker accepts no computed Literal
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -161,7 +165,7 @@ class NodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Reuse the KV blocks of finished requests for prompts with the same prefix."""
     checksum: bool = True
     """Verify every transferred piece of KV with a checksum."""
-    kv_transports: tuple[KvTransport, ...] = ("shm", "zmq")
+    kv_transports: tuple[KvTransportName, ...] = ("shm", "zmq")
     """Permitted transports of KV. shm: shared memory, if both nodes run on one host under one user and tensor_parallel
     is 1. zmq: ZeroMQ, for everything else; it must be in the list."""
     staging_slots: Positive = 32

@@ -1,4 +1,4 @@
-"""Makes a mover out of a node's settings. Composition only."""
+"""Builds the mover of one rank from its node's settings. Composition only."""
 
 from collections.abc import Callable
 
@@ -6,14 +6,14 @@ from kvferry.common.base.ids import Incarnation
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.kv_transfer.interface import BlockBytes, Post
-from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
+from kvferry.common.kv_transfer.registry import num_staging_slots, staging_transport
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.transport.context import TransportContext
 
 
 def make_mover(
     context: TransportContext,
-    own: Incarnation,
+    self_id: Incarnation,
     bind: str,
     cache: BlockBytes,
     settings: NodeSettings,
@@ -22,10 +22,11 @@ def make_mover(
     activate: Callable[[], None],
     post: Post,
 ) -> ZmqKvMover:
-    """The mover of one rank. `activate` binds its thread to the device."""
+    """`activate` binds the mover's thread to the device of `cache`."""
+    staging, num_slots = staging_transport(settings), num_staging_slots(settings)
     return ZmqKvMover(
         context,
-        own,
+        self_id,
         bind,
         cache,
         limits,
@@ -34,6 +35,6 @@ def make_mover(
         checksum=settings.checksum,
         activate=activate,
         timers=timers,
-        memory=ShmSlots(settings.staging_slots, settings.staging_slot_bytes) if settings.offers_staging_slots else None,
-        reach=ShmReach(own) if settings.uses_shm else None,
+        memory=staging.make_memory(num_slots, settings.staging_slot_bytes) if staging and num_slots else None,
+        writer=staging.make_writer(self_id) if staging else None,
     )

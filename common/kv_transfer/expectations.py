@@ -1,7 +1,7 @@
-"""Which transfer keys may be written, and where. Used by two threads; the only lock between control and KV.
+"""The transfer keys whose pieces may be written, with their blocks. Thread-safe; does no socket IO.
 
-`forget` and a write exclude each other: once `forget` has returned, no byte is written for that key. It waits for one
-piece's write at most. Knows nothing of sockets.
+The only lock shared by the control and the KV thread. `forget` and a write of the same key exclude each other: after
+`forget` has returned, no byte is written for that key. It waits for the write of one piece at most.
 """
 
 import threading
@@ -17,13 +17,13 @@ from kvferry.common.protocol.wire import Frame
 
 
 class Verdict(Enum):
-    """What became of a piece."""
+    """The outcome of a piece."""
 
     WRITTEN = "written"
     UNKNOWN = "unknown"
-    """Nobody expects this key (any more): nothing was touched."""
+    """The key is not expected (any more): nothing was written."""
     BAD = "bad"
-    """The key is right and the piece is not: nothing was written."""
+    """The key is expected, but the piece is invalid: nothing was written."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Expectation:
 
 
 class Expectations:
-    """Keys that are expected, each with its blocks."""
+    """Expected keys, each with its blocks."""
 
     def __init__(self, cache: BlockBytes) -> None:
         self._cache = cache
@@ -49,14 +49,14 @@ class Expectations:
     def expect(
         self, key: TransferKey, block_table: tuple[int, ...], first_token: int, slots: tuple[int, ...] = ()
     ) -> None:
-        """Let pieces be written. InvariantError when the key is expected already."""
+        """Accept pieces of this key. Raises InvariantError when it is expected already."""
         with self._lock:
             if key in self._by_key:
                 raise InvariantError(f"{key} is expected already")
             self._by_key[key] = _Expectation(block_table, first_token, slots)
 
     def forget(self, key: TransferKey) -> None:
-        """Let no more be written; waits for a write of this key that is under way. An unknown key changes nothing."""
+        """Accept no more pieces of this key; waits for a write of it in progress. No effect for an unknown key."""
         with self._lock:
             expectation = self._by_key.pop(key, None)
         if expectation is not None:
@@ -64,16 +64,16 @@ class Expectations:
                 expectation.is_open = False
 
     def write(self, piece: Piece, data: Frame) -> tuple[Verdict, str]:
-        """Check a piece and put it into its blocks; what came of it, and why when it is bad.
+        """Validate a piece and write it into its blocks. Returns the verdict, and a reason when it is BAD.
 
-        `data` is what it brought, or what is in the staging slot that it names.
+        `data`: the piece's bytes, from the message or from the staging slot that it names.
         """
         with self._lock:
             expectation = self._by_key.get(piece.key)
         if expectation is None:
             return Verdict.UNKNOWN, ""
         if piece.slot is not None and piece.slot not in expectation.slots:
-            return Verdict.BAD, f"staging slot {piece.slot} is not its own"
+            return Verdict.BAD, f"staging slot {piece.slot} is not granted to it"
         fault = _fault(piece, data, expectation.first_token)
         if fault:
             return Verdict.BAD, fault
@@ -97,11 +97,11 @@ class Expectations:
 def _fault(piece: Piece, data: Frame, first_token: int) -> str:
     size = memoryview(data).nbytes
     if size != piece.num_bytes:
-        return f"{size} bytes came, {piece.num_bytes} were announced"
+        return f"{size} bytes arrived, {piece.num_bytes} were announced"
     if piece.token_start < first_token:
-        return f"position {piece.token_start} is below {first_token}, the first one asked for"
+        return f"position {piece.token_start} is below {first_token}, the first requested one"
     if piece.number < 0:
-        return f"number {piece.number}"
+        return f"negative number {piece.number}"
     if piece.checksum is not None and zlib.crc32(data) != piece.checksum:
-        return "checksum"
+        return "wrong checksum"
     return ""

@@ -1,11 +1,12 @@
-"""Staging slots in memory that processes of one host share. Linux only: memfd, /proc and open file description locks.
+"""The `shm` transport: staging slots in shared memory of one host. Linux only (memfd, /proc, OFD locks).
 
-The memory has no name: others open it through /proc/<pid>/fd/<n> of the process that made it, so the kernel takes it
-back when the last of them is gone, however they went. A random token at its beginning shows that it is the one meant.
+The memory has no name. Peers open it through /proc/<pid>/fd/<n> of its owner, so the kernel frees it with the last
+process that maps it, however that process ends. A random token at the start identifies it.
 
-Whether a life can still write is what a lock says. Each life locks the byte that its incarnation names before it maps
-the memory, and the kernel frees the lock with the process. The owner closes a life's session by taking that lock
-itself: then the life is gone, or has let go, and never comes back. Time proves nothing: a stopped process goes on.
+A lock shows whether an incarnation can still write. Each writer locks the byte that its incarnation selects before it
+maps the memory, and the kernel releases the lock with the process. The owner fences a writer off by taking that lock
+itself: the writer is then dead or has closed the memory, and can never map it again. A timeout would prove nothing,
+because a stopped process can resume.
 """
 
 import errno
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from kvferry.common.base.errors import ConfigError
 from kvferry.common.base.ids import Incarnation
+from kvferry.common.kv_transfer.interface import KvTransport
 
 _LOG = logging.getLogger("kvferry.kv")
 SCHEME = "shm://"
@@ -31,15 +33,15 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def host_prefix() -> str:
-    """What the places of all staging slots begin with that this process can reach: its boot, its process namespace."""
+    """Prefix of the addresses of all staging slots that this process can map: boot id and pid namespace."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
     namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     return f"{SCHEME}{boot}-{namespace}/"
 
 
-class ShmSlots:
-    """A `SlotMemory` that other processes of this host may map."""
+class ShmSlotMemory:
+    """A `SlotMemory` that other processes of this host can map."""
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
@@ -49,7 +51,7 @@ class ShmSlots:
         self._refused: set[Incarnation] = set()
 
     def open(self) -> str:
-        """See SlotMemory. Pages are taken when they are first written."""
+        """See SlotMemory. The kernel allocates pages on first write."""
         size = _HEADER_BYTES + self.num_slots * self.slot_bytes
         try:
             self._fd = os.memfd_create("kvferry-staging", os.MFD_CLOEXEC)
@@ -58,14 +60,14 @@ class ShmSlots:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f'node.kv_transports: no shared memory of {size} bytes for shm: {error}; ["zmq"] needs none'
+                f'node.kv_transports: cannot allocate {size} bytes of shared memory for shm: {error}; use ["zmq"]'
             ) from error
         token = os.urandom(_TOKEN_BYTES)
         self._map[:_TOKEN_BYTES] = token
         return f"{host_prefix()}{os.getpid()}/{self._fd}/{token.hex()}/{self.num_slots}/{self.slot_bytes}"
 
     def view(self, slot: int, num_bytes: int) -> memoryview:
-        """See SlotMemory. To be dropped before `close`."""
+        """See SlotMemory. The caller must release the view before `close`."""
         if self._map is None or not 0 <= slot < self.num_slots or not 0 <= num_bytes <= self.slot_bytes:
             raise ValueError(f"{num_bytes} bytes of staging slot {slot} of {self.num_slots}")
         start = _HEADER_BYTES + slot * self.slot_bytes
@@ -88,7 +90,7 @@ class ShmSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Address:
     pid: int
     fd: int
     token: bytes
@@ -96,7 +98,7 @@ class _Place:
     slot_bytes: int
 
     @classmethod
-    def parse(cls, text: str) -> "_Place":
+    def parse(cls, text: str) -> "_Address":
         """Raises ValueError."""
         pid, fd, token, num_slots, slot_bytes = text.removeprefix(host_prefix()).split("/")
         return cls(int(pid), int(fd), bytes.fromhex(token), int(num_slots), int(slot_bytes))
@@ -111,36 +113,35 @@ class _Mapped:
 
     def close(self) -> None:
         self.memory.close()
-        os.close(self.fd)  # and with it the lock
+        os.close(self.fd)  # releases the lock
 
 
-class ShmReach:
-    """A `SlotReach` for the memory of other processes of this host."""
+class ShmSlotWriter:
+    """A `SlotWriter` for the memory of other processes of this host."""
 
-    def __init__(self, own: Incarnation) -> None:
-        self._own = own
+    def __init__(self, self_id: Incarnation) -> None:
+        self._self_id = self_id
         self._peers: dict[Incarnation, _Mapped] = {}
 
-    def open(self, peer: Incarnation, place: str) -> None:
-        """See SlotReach. Not there any more, another's, refused, or no descriptor for it: it stays out of reach."""
+    def open(self, peer: Incarnation, address: str) -> None:
+        """See SlotWriter. Fails if the memory is gone or not the one meant, on a fence, or without descriptors."""
         if peer in self._peers:
             return
         try:
-            where = _Place.parse(place)
-            self._peers[peer] = self._mapped(where)
+            self._peers[peer] = self._map(_Address.parse(address))
         except ValueError:
             return
         except OSError as error:
             if error.errno in _NO_ROOM:
-                _LOG.warning("staging slots are out of reach, KV goes in messages: %s", error.strerror)
+                _LOG.warning("cannot map the staging slots of %s, KV goes over zmq: %s", peer, error.strerror)
 
     def fits(self, peer: Incarnation, num_bytes: int) -> bool:
-        """See SlotReach."""
+        """See SlotWriter."""
         mapped = self._peers.get(peer)
         return mapped is not None and num_bytes <= mapped.slot_bytes
 
     def write(self, peer: Incarnation, slot: int, data: bytes | memoryview) -> None:
-        """See SlotReach."""
+        """See SlotWriter."""
         mapped, view = self._peers[peer], memoryview(data).cast("B")
         if not 0 <= slot < mapped.num_slots or len(view) > mapped.slot_bytes:
             raise ValueError(f"{len(view)} bytes into staging slot {slot} of {peer}")
@@ -148,38 +149,48 @@ class ShmReach:
         mapped.memory[start : start + len(view)] = view
 
     def close(self, peer: Incarnation) -> None:
-        """See SlotReach."""
+        """See SlotWriter."""
         mapped = self._peers.pop(peer, None)
         if mapped is not None:
             mapped.close()
 
     def close_all(self) -> None:
-        """See SlotReach."""
+        """See SlotWriter."""
         for peer in list(self._peers):
             self.close(peer)
 
-    def _mapped(self, place: _Place) -> _Mapped:
-        size = _HEADER_BYTES + place.num_slots * place.slot_bytes
-        fd = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_RDWR | os.O_CLOEXEC)
+    def _map(self, address: _Address) -> _Mapped:
+        size = _HEADER_BYTES + address.num_slots * address.slot_bytes
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            # Its length first: /proc may lead to anything by now, and what is not all there must not be mapped.
-            if os.fstat(fd).st_size != size or os.pread(fd, _TOKEN_BYTES, 0) != place.token:
-                raise ValueError("not the memory that was meant")
-            if not _try_lock(fd, self._own):
-                raise ValueError("refused")
-            return _Mapped(fd, mmap.mmap(fd, size), place.num_slots, place.slot_bytes)
+            # Check the size first: the pid may be reused, and mapping a shorter file would fault on access.
+            if os.fstat(fd).st_size != size or os.pread(fd, _TOKEN_BYTES, 0) != address.token:
+                raise ValueError("the address leads to other memory")
+            if not _try_lock(fd, self._self_id):
+                raise ValueError("this incarnation is fenced off")
+            return _Mapped(fd, mmap.mmap(fd, size), address.num_slots, address.slot_bytes)
         except BaseException:
             os.close(fd)
             raise
 
 
-def _try_lock(fd: int, life: Incarnation) -> bool:
-    """Take the lock of a life for this open file, or see that another has it or that it cannot be had now."""
-    start = int(life[:15], 16)
+TRANSPORT = KvTransport(
+    name="shm",
+    is_one_sided=True,
+    is_usable=lambda settings: hasattr(os, "memfd_create"),
+    staging_host=host_prefix,
+    make_memory=ShmSlotMemory,
+    make_writer=ShmSlotWriter,
+)
+
+
+def _try_lock(fd: int, incarnation: Incarnation) -> bool:
+    """Lock the incarnation's byte for this open file. False: another open file has it, or the kernel refuses now."""
+    start = int(incarnation[:15], 16)
     try:
         fcntl.fcntl(fd, _F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0))
     except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOLCK):  # the last: the kernel has no room for it
+        if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOLCK):  # ENOLCK: the kernel is out of locks
             raise
         return False
     return True

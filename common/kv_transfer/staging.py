@@ -1,6 +1,6 @@
-"""Memory that one process lends to others for one-sided writes: types, and the kind that has none.
+"""Staging slots: memory of a receiver that peers write into directly. Types, and implementations without slots.
 
-Which slot is whose is decided elsewhere (`common.state.staging_slots`); here are bytes and who can reach them.
+`decode_node.staging_slots` assigns the slots to hand-overs; these types only move bytes and control access.
 """
 
 from typing import Protocol
@@ -9,91 +9,86 @@ from kvferry.common.base.ids import Incarnation
 
 
 class SlotMemory(Protocol):
-    """The staging slots of this process, that others write into."""
+    """The staging slots of this process, written by peers. The receiver's end of a one-sided transport."""
 
     @property
     def num_slots(self) -> int:
-        """How many there are."""
+        """Number of slots."""
         ...
 
     def open(self) -> str:
-        """Make the memory; returns where others find it, "" without slots. ConfigError when it cannot be had."""
+        """Allocate the memory and return its address for peers, "" without slots. Raises ConfigError on failure."""
         ...
 
     def view(self, slot: int, num_bytes: int) -> memoryview:
-        """The first bytes of a slot. ValueError when there are not so many."""
+        """The first num_bytes of a slot. Raises ValueError when the slot does not exist or is smaller."""
         ...
 
     def refuse(self, peer: Incarnation) -> bool:
-        """Let this life never begin a write again, if none of it can be under way; whether that is so now."""
+        """Fence this incarnation off. True: it has no write in progress and can never start one again."""
         ...
 
     def close(self) -> None:
-        """Give the memory back. Twice does no harm."""
+        """Release the memory. Idempotent."""
         ...
 
 
-class SlotReach(Protocol):
-    """The staging slots of others that this process can write into."""
+class SlotWriter(Protocol):
+    """Writes into the staging slots of peers. The sender's end of a one-sided transport."""
 
-    def open(self, peer: Incarnation, place: str) -> None:
-        """Reach a life's slots, which `place` says. Where that fails, none of its slots fits anything."""
+    def open(self, peer: Incarnation, address: str) -> None:
+        """Map a peer's slots. On failure `fits` is False for it, and its pieces go in messages."""
         ...
 
     def fits(self, peer: Incarnation, num_bytes: int) -> bool:
-        """Whether a slot of this life can be written, and is large enough."""
+        """Whether the peer's slots are mapped and large enough."""
         ...
 
     def write(self, peer: Incarnation, slot: int, data: bytes | memoryview) -> None:
-        """Write and wait until it is there. ValueError when the slot does not exist."""
+        """Write and wait for completion. Raises ValueError when the slot does not exist or is smaller."""
         ...
 
     def close(self, peer: Incarnation) -> None:
-        """Write nothing more for this life."""
+        """Write nothing more to this peer."""
         ...
 
     def close_all(self) -> None:
-        """Write nothing more for anybody."""
+        """Write nothing more to any peer."""
         ...
 
 
-class NoSlots:
+class NoSlotMemory:
     """A `SlotMemory` without slots."""
 
     num_slots = 0
 
     def open(self) -> str:
-        """Nothing to find."""
         return ""
 
     def view(self, slot: int, num_bytes: int) -> memoryview:
-        """There is none."""
-        raise ValueError(f"no staging slot {slot} here")
+        raise ValueError(f"staging slot {slot}: this process has no staging slots")
 
     def refuse(self, peer: Incarnation) -> bool:
-        """Nobody writes."""
         return True
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
-class NoReach:
-    """A `SlotReach` that reaches nothing."""
+class NoSlotWriter:
+    """A `SlotWriter` that maps nothing."""
 
-    def open(self, peer: Incarnation, place: str) -> None:
-        """It stays out of reach."""
+    def open(self, peer: Incarnation, address: str) -> None:
+        """Do nothing."""
 
     def fits(self, peer: Incarnation, num_bytes: int) -> bool:
-        """Never."""
         return False
 
     def write(self, peer: Incarnation, slot: int, data: bytes | memoryview) -> None:
-        """Not to be called: nothing fits."""
-        raise ValueError(f"no staging slot of {peer} is in reach")
+        raise ValueError(f"staging slots of {peer} are not mapped")
 
     def close(self, peer: Incarnation) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def close_all(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""

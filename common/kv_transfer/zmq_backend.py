@@ -1,7 +1,8 @@
-"""The `zmq` mover: KV over ZeroMQ, staged in host memory. Works everywhere; owns one thread and the KV sockets.
+"""The mover: Piece and Credit messages over ZeroMQ, and the `zmq` transport, which sends the bytes in the messages.
 
-Where both ends share memory (`shm.py`), the bytes go through that, and only the Piece over ZeroMQ.
-Control and KV share no connection. The thread reads blocks, sends, receives and writes; callers only leave commands.
+Works on every host and device. With a one-sided transport the bytes go through staging slots, and the Piece message
+names the slot. Owns one thread and the KV sockets; control and KV share no connection. The thread reads blocks, sends,
+receives and writes; callers only queue commands.
 """
 
 import logging
@@ -11,26 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from kvferry.common.base.clock import (
-    Clock,
-    MonotonicClock,
-)
+from kvferry.common.base.clock import Clock, MonotonicClock
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.events import (
-    KvFailed,
-    KvSendFailed,
-    PiecesStopped,
-    SessionClosed,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.events import KvFailed, KvSendFailed, PiecesStopped, SessionClosed
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv_transfer.expectations import Expectations
-from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd, Post
+from kvferry.common.kv_transfer.interface import BlockBytes, KvEnd, KvTransport, Post
 from kvferry.common.kv_transfer.send_queue import Window
-from kvferry.common.kv_transfer.staging import NoReach, NoSlots, SlotMemory, SlotReach
+from kvferry.common.kv_transfer.staging import NoSlotMemory, NoSlotWriter, SlotMemory, SlotWriter
 from kvferry.common.kv_transfer.zmq_receiver import ZmqReceiver
 from kvferry.common.kv_transfer.zmq_sender import ZmqSender
 from kvferry.common.protocol.messages import Piece
@@ -40,31 +30,30 @@ from kvferry.common.transport.monitor import LinkMonitor
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import DEFAULT_TIMERS, SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.waker import (
-    Inbox,
-    Waker,
-)
+from kvferry.common.transport.waker import Inbox, Waker
 
 _LOG = logging.getLogger("kvferry.kv")
 WINDOW = Window(num_bytes=16_777_216, num_pieces=32, stall_s=5.0)
-"""`window_for` makes it fit the timers."""
-FLUSH_S = 0.02
-"""Between two tries to give credits to a peer that is full."""
+"""The default; `window_for` adapts it to the timers."""
+CREDIT_RETRY_S = 0.02
+"""Interval between attempts to send credits to a peer whose socket is full."""
+
+TRANSPORT = KvTransport(name="zmq")
 
 
 def window_for(timers: Timers) -> Window:
-    """The window, with a stall that is noticed when the receiver, if it lives, has ended the connection already."""
+    """The window, with a `stall_s` after which a live receiver has closed a broken connection itself."""
     silence_s = timers.link_timeout_s + 2 * timers.link_heartbeat_s
     return replace(WINDOW, stall_s=max(WINDOW.stall_s, silence_s))
 
 
 class ZmqKvMover:
-    """A `KvMover` over ZeroMQ. All its methods but `close` return at once; `forget` waits for one write at most."""
+    """A `KvMover` over ZeroMQ. No method but `close` blocks; `forget` waits for one write at most."""
 
     def __init__(
         self,
         context: TransportContext,
-        own: Incarnation,
+        self_id: Incarnation,
         bind: str,
         cache: BlockBytes,
         limits: Limits,
@@ -75,20 +64,20 @@ class ZmqKvMover:
         activate: Callable[[], None] = lambda: None,
         window: Window | None = None,
         memory: SlotMemory | None = None,
-        reach: SlotReach | None = None,
+        writer: SlotWriter | None = None,
         clock: Clock | None = None,
         timers: Timers = DEFAULT_TIMERS,
     ) -> None:
-        """`activate` binds the KV thread to the device whose memory `cache` is in. `memory` has staging slots for
-        others, `reach` writes into those of others; None: no slots. `window`: None for that of the timers."""
+        """`activate` binds the KV thread to the device of `cache`. `memory`: staging slots for peers; `writer`: writes
+        into the slots of peers; None: no slots. `window`: None for `window_for(timers)`."""
         self._context = context
-        self._own = own
+        self._self_id = self_id
         self._bind = bind
         self._allow_remote = allow_remote
         self._activate = activate
         self._post = post
         self._clock = clock or MonotonicClock()
-        # High-water marks above the window: it is the window that bounds, not a connection that stops to read.
+        # High-water marks above the window, so that the window is the limit, not the socket.
         window = window or window_for(timers)
         high_water = 2 * window.num_pieces
         self._link_options = SocketOptions.kv(limits, high_water, timers, stall_s=window.stall_s)
@@ -97,17 +86,19 @@ class ZmqKvMover:
         self._loop = PollLoop()
         self._socket = NodeSocket(context, SocketOptions.kv(limits, high_water, timers))
         self._expectations = Expectations(cache)
-        end = KvEnd(own, limits, self._clock, post)
-        self._memory: SlotMemory = memory or NoSlots()
+        end = KvEnd(self_id, limits, self._clock, post)
+        self._memory: SlotMemory = memory or NoSlotMemory()
         self._receiver = ZmqReceiver(end, self._socket, self._expectations, self._memory)
-        self._sender = ZmqSender(end, cache, reach or NoReach(), self._loop, self._make_link, window, checksum=checksum)
+        self._sender = ZmqSender(
+            end, cache, writer or NoSlotWriter(), self._loop, self._make_link, window, checksum=checksum
+        )
         self._staging_place = ""
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._ended = False
 
     def start(self) -> str:
-        """Bind and begin; returns the endpoint with its real port. ConfigError when it cannot be bound."""
+        """See KvMover; the endpoint has the real port."""
         if self._thread is not None:
             raise InvariantError("the mover was started already")
         self._context.prepare_zero_copy()
@@ -119,28 +110,24 @@ class ZmqKvMover:
         return bound
 
     @property
-    def staging_place(self) -> str:
-        """Where others find the staging slots here; "" without any, and before `start`."""
+    def staging_address(self) -> str:
         return self._staging_place
 
     def open(self, peer: Incarnation, *endpoints: str, staging: str = "") -> None:
-        """Make ready to send to this life; with another number of endpoints than one nothing can be sent."""
+        """See KvMover. With a number of endpoints other than one nothing can be sent."""
         if len(endpoints) == 1:
             self._inbox.put(partial(self._sender.open, peer, endpoints[0], staging))
 
     def close_peer(self, peer: Incarnation) -> None:
-        """Nothing goes to this life any more; posts PiecesStopped for every key that had pieces waiting."""
         self._inbox.put(partial(self._sender.close_peer, peer))
 
     def send(self, piece: Piece, block_table: tuple[int, ...], slots: tuple[int, ...] = ()) -> None:
-        """Read the piece's blocks and send them, by a slot if that can be; posts PieceSent or KvSendFailed."""
         if self._ended:
             self._post(KvSendFailed(piece.key, "the KV thread has ended"))
             return
         self._inbox.put(partial(self._sender.send, piece, block_table, slots))
 
     def stop(self, key: TransferKey) -> None:
-        """Read nothing more for this key; posts PiecesStopped."""
         if self._ended:
             self._post(PiecesStopped(key))
             return
@@ -149,23 +136,20 @@ class ZmqKvMover:
     def expect(
         self, key: TransferKey, block_table: tuple[int, ...], first_token: int = 0, slots: tuple[int, ...] = ()
     ) -> None:
-        """Let pieces of this key be written from `first_token` on; posts PieceArrived or PieceBad for each."""
         self._expectations.expect(key, block_table, first_token, slots)
 
     def forget(self, key: TransferKey) -> None:
-        """When it returns, nothing is written for this key any more."""
         self._expectations.forget(key)
 
     def close_session(self, peer: Incarnation) -> None:
-        """Let this life begin no more writes into staging slots here; posts SessionClosed if that is so."""
         self._inbox.put(partial(self._close_session, peer))
 
     def counts(self) -> tuple[Counter[str], Counter[str]]:
-        """(sent, received): see ZmqSender and ZmqReceiver. A copy that may be an instant old."""
+        """(sent, received): see ZmqSender.counts and ZmqReceiver.counts. A copy, possibly slightly out of date."""
         return self._sender.counts.copy(), self._receiver.counts.copy()
 
     def close(self) -> None:
-        """End the thread and close everything. Twice does no harm."""
+        """See KvMover. Idempotent."""
         self._stopping = True
         self._wakeup.set()
         if self._thread is not None:
@@ -176,12 +160,12 @@ class ZmqKvMover:
         self._wakeup.close()
 
     def check_invariants(self) -> None:
-        """Only while the thread is idle or has ended: what it keeps is consistent."""
+        """Raise InvariantError on inconsistent state. Only while the thread is idle or has ended."""
         self._sender.check_invariants()
         self._socket.check_invariants()
 
     def _make_link(self) -> tuple[LinkSocket, LinkMonitor]:
-        link = LinkSocket(self._context, self._own, self._link_options)
+        link = LinkSocket(self._context, self._self_id, self._link_options)
         return link, LinkMonitor(self._context, link)
 
     def _run(self) -> None:
@@ -193,14 +177,14 @@ class ZmqKvMover:
             while not self._stopping:
                 self._loop.run_once(0.0 if more else self._timeout_s())
                 more = self._sender.pump()
-                self._sender.give_up_stalled()
+                self._sender.reset_stalled()
                 if self._socket.has_pending:
                     self._socket.flush()
-        except Exception as error:  # noqa: BLE001  whatever it was, KV moves no more: the process ends
+        except Exception as error:  # noqa: BLE001  after any exception no KV moves: the process must end
             _LOG.critical("the KV thread failed", exc_info=error)
             self._post(KvFailed(f"{type(error).__name__}: {error}"))
         finally:
-            # Also when a bug ended the loop: the peers see closed connections, and callers are told at once.
+            # Also after an exception: peers see closed connections, and callers get an immediate failure.
             self._ended = True
             self._sender.close()
             self._socket.close()
@@ -215,6 +199,6 @@ class ZmqKvMover:
 
     def _timeout_s(self) -> float | None:
         if self._socket.has_pending:
-            return FLUSH_S
+            return CREDIT_RETRY_S
         deadline = self._sender.next_deadline()
         return None if deadline is None else max(0.0, deadline - self._clock.now())

@@ -1,6 +1,6 @@
-"""The receiving half of the `zmq` mover: one bound socket; each piece is checked, written and credited.
+"""The receiving half of the mover: one bound socket; each piece is validated, written and credited.
 
-Runs on the KV thread. Whatever a peer sends, nothing here raises for it: it is dropped and counted.
+Runs on the KV thread. Invalid input of a peer never raises: it is dropped and counted.
 """
 
 from collections import Counter
@@ -9,10 +9,7 @@ import msgspec
 
 from kvferry.common.base.errors import ProtocolError
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.events import (
-    PieceArrived,
-    PieceBad,
-)
+from kvferry.common.cluster.events import PieceArrived, PieceBad
 from kvferry.common.kv_transfer.expectations import Expectations, Verdict
 from kvferry.common.kv_transfer.interface import KvEnd
 from kvferry.common.kv_transfer.staging import SlotMemory
@@ -20,12 +17,12 @@ from kvferry.common.protocol.messages import Credit, Envelope, Piece
 from kvferry.common.protocol.wire import Frame, decode, encode
 from kvferry.common.transport.node_socket import NodeSocket
 
-BATCH = 8
-"""Pieces taken in before sending gets its turn."""
+MAX_RECEIVED = 8
+"""Pieces per `receive`, so that sending is not delayed."""
 
 
 class ZmqReceiver:
-    """Takes pieces from `socket`, which it does not own."""
+    """Receives pieces from `socket`, which the caller owns."""
 
     def __init__(self, end: KvEnd, socket: NodeSocket, expectations: Expectations, memory: SlotMemory) -> None:
         self._end = end
@@ -36,11 +33,11 @@ class ZmqReceiver:
         """`pieces`, `bytes` (written); `staged` (by a slot); `unknown`, `bad`, `foreign`, `malformed` (dropped)."""
 
     def receive(self) -> None:
-        """Take in what is there, a batch at most."""
-        for peer, frames in self._socket.receive(BATCH):
+        """Process up to MAX_RECEIVED pieces that have arrived."""
+        for peer, frames in self._socket.receive(MAX_RECEIVED):
             piece = self._checked(peer, frames)
             if piece is not None:
-                self._take(piece)
+                self._process(piece)
                 self._credit(piece)
 
     def _checked(self, peer: Incarnation, frames: list[Frame]) -> Piece | None:
@@ -53,15 +50,16 @@ class ZmqReceiver:
         if not isinstance(piece, Piece):
             self.counts["malformed"] += 1
             return None
-        # The key's ends must be the connection's: no other life writes for a key, and nothing for another life.
+        # Both ends of the key must be those of the connection: another incarnation must not write for a key, and a
+        # piece for another incarnation must not be written.
         if not (
-            envelope.sender == peer == piece.key.prefill and envelope.receiver == self._end.own == piece.key.decode
+            envelope.sender == peer == piece.key.prefill and envelope.receiver == self._end.self_id == piece.key.decode
         ):
             self.counts["foreign"] += 1
             return None
         return piece
 
-    def _take(self, piece: Piece) -> None:
+    def _process(self, piece: Piece) -> None:
         verdict, why = self._write(piece)
         if verdict is Verdict.WRITTEN:
             self.counts["pieces"] += 1
@@ -84,6 +82,6 @@ class ZmqReceiver:
             return Verdict.BAD, str(error)
 
     def _credit(self, piece: Piece) -> None:
-        """Also for a dropped piece: it has left the window."""
-        credit = Envelope(self._end.own, piece.key.prefill, Credit(key=piece.key, slot=piece.number))
+        """Send a Credit, also for a dropped piece: it has left the sender's window."""
+        credit = Envelope(self._end.self_id, piece.key.prefill, Credit(key=piece.key, slot=piece.number))
         self._socket.send(piece.key.prefill, encode(credit, self._end.limits))

@@ -29,7 +29,7 @@ from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.kv.shape import KvShape
 from kvferry.common.kv_transfer.build import make_mover
 from kvferry.common.kv_transfer.interface import KvMover
-from kvferry.common.kv_transfer.shm import host_prefix
+from kvferry.common.kv_transfer.registry import num_staging_slots, staging_host, usable_transports
 from kvferry.common.models.load import LoadedModel
 from kvferry.common.node.graphs import GraphPlan, plan_graphs, record_graphs
 from kvferry.common.node.identity import advertised_endpoint, compatibility_of
@@ -186,7 +186,7 @@ class NodeBuilder:
         )
         return Scheduler(config, pool, HostPool(num_host_blocks))
 
-    def _make_core(self, cache: KvCache, scheduler: Scheduler, kv_endpoint: str, staging_place: str) -> NodeCore:
+    def _make_core(self, cache: KvCache, scheduler: Scheduler, kv_endpoint: str, staging_address: str) -> NodeCore:
         environment, settings = self._environment, self._settings
         compatibility = compatibility_of(
             self._loaded.identity, self._loaded.weights_version, cache, settings.tensor_parallel
@@ -197,8 +197,8 @@ class NodeBuilder:
             self._loaded.info,
             compatibility,
             kv_endpoints=self._kv_endpoints(kv_endpoint),
-            transports=settings.kv_transports if settings.uses_shm else ("zmq",),
-            staging=(staging_place,) if staging_place else (),
+            transports=tuple(transport.name for transport in usable_transports(settings)),
+            staging=(staging_address,) if staging_address else (),
         )
         context = RoleContext(
             self_id=self.incarnation,
@@ -211,8 +211,8 @@ class NodeBuilder:
             clients=ClientTable(environment.timers),
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            num_staging_slots=settings.staging_slots if settings.offers_staging_slots else 0,
-            staging_host=host_prefix() if settings.uses_shm else "",
+            num_staging_slots=num_staging_slots(settings),
+            staging_host=staging_host(settings),
         )
         return make_node_core(identity, context, self._make_roles)
 

@@ -113,7 +113,7 @@ class NodeShell:
         self._bound = threading.Event()
         self.endpoint = ""
         self.kv_endpoint = ""
-        self.staging_place = ""
+        self.staging_address = ""
         self.engine_still_runs = False
         """After `run`: whether the engine thread did not end in time. The process must then end without joining it."""
         self._num_malformed = 0
@@ -163,8 +163,8 @@ class NodeShell:
         self._loop.add(self._waker, self._drain_inbox)
         self.endpoint = self._socket.bind(self._parts.bind, allow_remote=self._parts.allow_remote)
         self._loop.add(self._socket, self._drain_socket)
-        self.kv_endpoint, self.staging_place = self._kv.start(), self._kv.staging_place
-        self._core = self._parts.make_core(self.kv_endpoint, self.staging_place)
+        self.kv_endpoint, self.staging_address = self._kv.start(), self._kv.staging_address
+        self._core = self._parts.make_core(self.kv_endpoint, self.staging_address)
         self._engine.start()
 
     def _serve(self) -> None:

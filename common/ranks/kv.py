@@ -46,8 +46,8 @@ class RankedKvMover:
         return endpoint
 
     @property
-    def staging_place(self) -> str:
-        """Empty: ranks have no staging slots."""
+    def staging_address(self) -> str:
+        """Nowhere: the ranks have no staging slots."""
         return ""
 
     def close_session(self, peer: Incarnation) -> None:

@@ -1,4 +1,4 @@
-"""May a sequence have its blocks? All or nothing, by the bounds of the configuration. Holds no state of its own."""
+"""Admission of sequences: allocates their blocks, all or nothing, within configured limits. Pure; keeps no state."""
 
 from math import ceil
 
@@ -9,22 +9,22 @@ from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.waiting_queue import PRIORITIES
 
 SWAPPED_OUT = (SequenceStatus.SWAPPING, SequenceStatus.SWAPPED)
-"""Swapped out, or on the way. While there are any nothing new gets blocks: they were here first, and come back."""
+"""While any sequence has one of these, no new one is admitted: the swapped ones were first and need their blocks
+again."""
 RUNNING = (
     SequenceStatus.COMPUTING,
-    SequenceStatus.PAUSED,
     SequenceStatus.RESERVED,
     SequenceStatus.COMMITTED,
     SequenceStatus.DECODING,
     *SWAPPED_OUT,
 )
-"""What max_running counts."""
-WITH_KV = (SequenceStatus.COMPUTING, SequenceStatus.PAUSED, SequenceStatus.PREFILLED, SequenceStatus.DECODING)
-"""Positions below num_computed_tokens have KV, and the engine wrote it."""
+"""Counted by max_running."""
+WITH_KV = (SequenceStatus.COMPUTING, SequenceStatus.PREFILLED, SequenceStatus.DECODING)
+"""Positions below num_computed_tokens have KV that this engine wrote."""
 
 
 class Admission:
-    """Acquires blocks for sequences that start, are reserved, or take over; says no by returning None or False."""
+    """Allocates blocks for sequences that start, are reserved, or inherit; None means refused."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable) -> None:
         self._config = config
@@ -35,25 +35,26 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        """Sequences that max_running counts."""
         return self._table.count(*RUNNING)
 
     @property
-    def _may_begin(self) -> bool:
+    def _has_capacity(self) -> bool:
         return self.num_running < self._config.max_running and not self._table.count(*SWAPPED_OUT)
 
     @property
     def num_reserved_blocks(self) -> int:
-        """Blocks of uncommitted reservations."""
+        """Blocks held by uncommitted reservations."""
         return sum(len(self._pool.table(seq_id)) for seq_id in self._table.members(SequenceStatus.RESERVED))
 
-    def check(self, spec: SequenceSpec, *, to_the_end: bool = False) -> None:
-        """RequestInvalidError when the spec breaks a rule or could never get its blocks, even alone.
+    def check(self, spec: SequenceSpec, *, full_length: bool = False) -> None:
+        """Raise RequestInvalidError when the spec is invalid or its blocks exceed the whole pool.
 
-        to_the_end: whether it must fit with all its output; always so for mode decode.
+        full_length: include all output tokens; mode decode always does.
         """
         if spec.token_ids.typecode != "I" or not 1 <= spec.num_prompt_tokens <= spec.num_known:
-            raise RequestInvalidError(f"{spec.num_known} known ids and {spec.num_prompt_tokens} of them prompt")
+            raise RequestInvalidError(
+                f"num_prompt_tokens {spec.num_prompt_tokens} is not in 1..{spec.num_known}, the number of known ids"
+            )
         if spec.priority not in PRIORITIES:
             raise RequestInvalidError(f"priority {spec.priority} is not in 1..5")
         if spec.num_known - spec.num_prompt_tokens >= spec.sampling.max_new_tokens:
@@ -61,7 +62,7 @@ class Admission:
         largest = max(spec.token_ids)
         if largest >= self._config.vocab_size:
             raise RequestInvalidError(f"token id {largest} is outside the vocabulary [0, {self._config.vocab_size})")
-        num_tokens = spec.max_kv_tokens if to_the_end or spec.mode == "decode" else spec.tokens_to_start
+        num_tokens = spec.max_kv_tokens if full_length or spec.mode == "decode" else spec.tokens_to_start
         if self._pool.blocks_for(num_tokens) > self._pool.num_total:
             raise RequestInvalidError(
                 f"{num_tokens} tokens need {self._pool.blocks_for(num_tokens)} KV blocks of {self._pool.block_size}, "
@@ -69,23 +70,24 @@ class Admission:
             )
 
     def acquire(self, seq: Sequence) -> int | None:
-        """Blocks for a sequence that starts here: number of cached tokens; None when there is no room.
+        """Allocate blocks for a waiting sequence. Returns the number of cached tokens; None: refused.
 
-        Cached are at most all known ids but the last: that one's logits are wanted, or it is handed on as it is.
+        The last known id never counts as cached: its logits are needed, or it is transferred as the next token.
         """
-        if not self._may_begin:
+        if not self._has_capacity:
             return None
         decode = seq.spec.mode == "decode"
         table = self._acquire(seq.seq_id, seq.spec, max_cached_tokens=seq.spec.num_known - 1, decode=decode)
         return None if table is None else table.num_cached_tokens
 
     def reserve(self, spec: SequenceSpec, seq_id: int) -> BlockTable | None:
-        """Blocks for KV that comes from elsewhere. None: no room, by blocks, share, max_running, or swapped ones.
+        """Allocate blocks for KV that another node sends.
 
-        Of a fresh prompt everything may be cached. Of a re-plan not the last id: the other side may hand that one
-        over as the token to go on from, and its position is written here then.
+        None: refused by free blocks, the watermark, reserved_share, max_running, or swapped-out sequences. A fresh
+        prompt may be cached completely. With known output ids the last one is excluded: the prefill node may transfer
+        it as the token to continue from, and then this node writes its position.
         """
-        if not self._may_begin:
+        if not self._has_capacity:
             return None
         reserved = self.num_reserved_blocks
         wanted = self._pool.blocks_for(self._tokens_to_start(spec, decode=True))
@@ -95,10 +97,10 @@ class Admission:
         return self._acquire(seq_id, spec, max_cached_tokens=max_cached_tokens, decode=True)
 
     def inherit(self, old: Sequence, new: Sequence) -> int | None:
-        """Move the blocks of an earlier attempt to a waiting sequence: number of tokens it has KV for.
+        """Move the blocks of an earlier attempt to a waiting sequence. Returns the number of tokens that have KV.
 
-        None, and nothing changed: somebody still touches them, their ids are not those of the new one, some that the
-        new one must write are final, or what is free does not make up for the rest.
+        None, with nothing changed: a step or transport still uses the blocks, the ids differ, a position that the new
+        sequence must write is published, or too few blocks are free for the remaining tokens.
         """
         last = new.spec.num_known - 1
         num_common = min(old.num_computed_tokens, last)
@@ -118,8 +120,8 @@ class Admission:
         return num_common
 
     def _tokens_to_start(self, spec: SequenceSpec, *, decode: bool) -> int:
-        """One that may not be given back any more gets its blocks to the end at once: it never has to wait for
-        others, so that decoding cannot lock up."""
+        # A sequence that may not be preempted again gets blocks for its full length now. It never waits for others, so
+        # decoding cannot deadlock.
         full = decode and spec.times_preempted >= self._config.max_preemptions
         return spec.max_kv_tokens if full else spec.tokens_to_start
 
@@ -130,5 +132,5 @@ class Admission:
             max_cached_tokens=max_cached_tokens,
             extra_tokens=self._tokens_to_start(spec, decode=decode) - spec.num_known,
             keep_free=self._watermark_blocks if self._table.count(SequenceStatus.DECODING) else 0,
-            tries=spec.tries,
+            memo=spec.memo,
         )

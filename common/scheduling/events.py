@@ -1,21 +1,20 @@
-"""What the scheduler tells its caller, as plain data. No decisions.
+"""Events that the scheduler returns. Plain data.
 
-Order within one answer is the order in which it happened; for one sequence it is always
-Started, ChunkComputed..., Sampled, then one of Prefilled, Finished, Failed, or further Sampled ones.
-After Finished, Failed or Preempted the scheduler has forgotten the sequence: its id is not to be used again.
+Events are in order of occurrence. For one sequence that is always
+Started, ChunkComputed..., Sampled, then Prefilled, Finished, Failed, Preempted, or further Sampled events.
+After Finished, Failed or Preempted the scheduler has forgotten the sequence: its id is invalid.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+from kvferry.common.protocol.messages import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A waiting sequence got blocks for all its tokens; positions below num_cached_tokens have their KV already.
+    """A waiting sequence has blocks for all its tokens; positions below num_cached_tokens have KV.
 
-    The moment to ask a decode node for its reservation.
+    The prefill role sends Reserve to a decode node at this event.
     """
 
     seq_id: int
@@ -24,9 +23,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class ChunkComputed:
-    """Positions token_start .. token_end - 1 of a prompt have their KV in the cache (all layers).
+    """Positions token_start .. token_end - 1 of a prompt have KV in all layers.
 
-    Not told of the chunk with which the sequence ends: its blocks may be gone when the caller reads this.
+    Omitted for the chunk with which the sequence ends: its blocks may be free by the time the caller reads this.
     """
 
     seq_id: int
@@ -36,7 +35,7 @@ class ChunkComputed:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was drawn; it is appended to the sequence."""
+    """A token was sampled and appended to the sequence."""
 
     seq_id: int
     token_id: int
@@ -48,10 +47,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A sequence of mode `prefill` is computed and holds its blocks until told what next.
+    """A sequence of mode `prefill` is computed; it holds its blocks until `release`.
 
-    Positions 0 .. num_tokens - 1 have KV; token_id is the token at position num_tokens to go on from. It was just
-    drawn, or, if everything but the last known id was cached or held, is that last known id.
+    Positions 0 .. num_tokens - 1 have KV; token_id, at position num_tokens, is the token to continue from. It was just
+    sampled, or is the last known id when everything before it was cached or inherited.
     """
 
     seq_id: int
@@ -63,7 +62,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Generation ended by itself: `stop` for an eos or stop id, `length` for max_new_tokens."""
+    """Generation is complete: `stop` for an eos or stop id, `length` for max_new_tokens."""
 
     seq_id: int
     reason: FinishReason
@@ -71,7 +70,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """No token could be drawn, or the step of this sequence failed; its blocks are not kept as prefix cache."""
+    """No token could be sampled, or the step failed for this sequence; its blocks leave the prefix cache."""
 
     seq_id: int
     why: str
@@ -79,7 +78,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """Preempted: decode ran out of blocks and this sequence gave its own. A re-plan is due, nothing else is lost."""
+    """Decoding ran out of blocks and this sequence lost its own. The router migrates the request; no token is lost."""
 
     seq_id: int
 

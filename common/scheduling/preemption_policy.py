@@ -1,13 +1,11 @@
-"""Who gives its blocks back when decoding sequences need more than there are. One pure choice, no state.
+"""Allocates blocks for the next tokens of decoding sequences; decides who is swapped out or in, or preempted. Pure.
 
-Blocks for the next token of all that decode: who grows, who goes to the host or is given back, who returns. Pure.
+Sequences are served by rank (class, then age). When no block is left, the lowest-ranking one is swapped out, or
+preempted if the host is full too. A swapped-out sequence returns when there are blocks for it and for the growth of
+all decoding ones. No new sequence starts meanwhile (`admission`), and one that cannot return for `swap_wait_s` is
+preempted. The highest-ranking sequence never waits for lower ones: if it is swapped out, it takes their blocks.
 
-Best first, by class and age. When no block is left the worst goes to the host, or is given back if there is no room
-there either. What is swapped out returns when there is room for it and for all that decode to grow: nothing new starts
-meanwhile (`admission.py`), and what cannot return for `swap_wait_s` is given back. The best of all never waits for
-worse ones: should it be swapped out, it takes their blocks.
-
-A step is planned ahead of one in flight only while nobody lacks a block: what has to give its own is in no step then.
+A step is scheduled ahead of one in flight only while every sequence has its block. So a victim is never in a step.
 """
 
 from collections.abc import Iterable
@@ -23,21 +21,21 @@ from kvferry.common.scheduling.swapping import Swapping
 
 
 def rank(seq: Sequence) -> tuple[int, float, int]:
-    """Best first: class, then age. Fixed over a sequence's life, so that the best one stays the best till it ends."""
+    """Smaller is better: class, then age. Constant for a sequence, so the best one stays the best until it ends."""
     return seq.spec.priority, seq.spec.accepted_at, seq.seq_id
 
 
 def best_of(*groups: Iterable[Sequence]) -> Sequence | None:
-    """The oldest of the best class; None when there is nobody."""
+    """The sequence of the best rank; None when there is none."""
     return min((seq for group in groups for seq in group), key=rank, default=None)
 
 
 def choose_victim(decoding: Iterable[Sequence], safe: Sequence | None, max_preemptions: int) -> Sequence | None:
-    """The youngest of the lowest class; None when nobody may be taken.
+    """The eligible sequence of the worst rank; None when none is eligible.
 
-    Never `safe`, the best of all that decode or are swapped out: it finishes, whatever happens to the others. Never one
-    that was given back max_preemptions times: it got its blocks to the end at once. Nor one whose blocks a step or a
-    transport still touches.
+    Not eligible: `safe`, the best of all decoding or swapped-out sequences, which so always finishes; one that was
+    preempted max_preemptions times, which has blocks for its full length; one whose blocks a step or transport still
+    uses.
     """
     eligible = [
         seq
@@ -48,7 +46,7 @@ def choose_victim(decoding: Iterable[Sequence], safe: Sequence | None, max_preem
 
 
 class PreemptionPolicy:
-    """Called once for each step that is planned, before anybody gets a token of it."""
+    """Call `allocate` (or `allocate_ahead`) once per step, before sequences are added to it."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, table: SequenceTable, swapping: Swapping) -> None:
         self._config = config
@@ -57,14 +55,15 @@ class PreemptionPolicy:
         self._swapping = swapping
         self._watermark_blocks = ceil(config.watermark_blocks_share * pool.num_total)
         self._num_promised = 0
-        """Blocks, of those free and coming, that better ones wait for in this step."""
+        """Free or pending blocks that better sequences wait for in this step."""
         self.num_preemptions = 0
-        """Sequences given back, total since start."""
+        """Number of preemptions since start."""
 
-    def make(self, batch: StepBuilder, now: float, events: list[SchedulerEvent]) -> None:
-        """Give blocks, and take them from the worst where it must be; copies go into the batch."""
+    def allocate(self, builder: StepBuilder, now: float, events: list[SchedulerEvent]) -> None:
+        """Allocate blocks for the next tokens, if necessary by swapping out or preempting; adds the copies to the
+        step."""
         self._num_promised = 0
-        if not self._table.count(SequenceStatus.SWAPPED) and not self._needy(None):
+        if not self._table.count(SequenceStatus.SWAPPED) and not self._lacking_blocks(None):
             return
         best = best_of(
             *(
@@ -75,69 +74,73 @@ class PreemptionPolicy:
         for seq in self._members(SequenceStatus.SWAPPED):
             if seq is not best and now - seq.swapped_at > self._config.swap_wait_s:
                 self._preempt(seq, events)
-        for seq in self._needy(best):
-            while not self._serve(seq, batch):
+        for seq in self._lacking_blocks(best):
+            while not self._provide_blocks(seq, builder):
                 victim = choose_victim(self._members(SequenceStatus.DECODING), best, self._config.max_preemptions)
                 if victim is None:
-                    break  # it skips this step; whoever holds the blocks ends some time, or is revoked
-                if not self._swapping.swap_out(victim, batch, now):
+                    break  # It skips this step. The holders of the blocks end eventually, or are revoked.
+                if not self._swapping.swap_out(victim, builder, now):
                     self._preempt(victim, events)
-        self._let_return(batch)
+        self._swap_in(builder)
 
-    def make_ahead(self) -> bool:
-        """While a step is in flight: a place for the next token of all that decode, also behind one that is being
-        drawn. False, and nothing changed: not for all, or somebody is swapped out. Then the step comes back first."""
+    def allocate_ahead(self) -> bool:
+        """While a step is in flight, allocate blocks for the next token of all decoding sequences, also after a token
+        in flight. False, with nothing changed: too few free blocks, or a sequence is swapped out."""
         if self._table.count(*SWAPPED_OUT):
             return False
         decoding = self._members(SequenceStatus.DECODING)
-        lacking = [s for s in decoding if (s.num_unscheduled_tokens > 0 or s.may_go_ahead) and not self.has_room(s)]
+        lacking = [
+            s for s in decoding if (s.num_unscheduled_tokens > 0 or s.may_schedule_ahead) and not self.has_next_block(s)
+        ]
         if len(lacking) > self._pool.num_free:
             return False
         return all(self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1) for seq in lacking)
 
-    def has_room(self, seq: Sequence) -> bool:
-        """Whether its blocks have a place for the next token that it computes."""
+    def has_next_block(self, seq: Sequence) -> bool:
+        """Whether its blocks cover the next token that it computes."""
         return len(self._pool.table(seq.seq_id)) * self._pool.block_size > seq.num_scheduled_tokens
 
     def can_run(self, seq: Sequence) -> bool:
-        """Whether a decoding sequence has a place for its next token, or there is a block to make one."""
-        return self.has_room(seq) or self._pool.num_free > 0
+        """Whether a decoding sequence has a block for its next token, or one is free."""
+        return self.has_next_block(seq) or self._pool.num_free > 0
 
-    def _needy(self, best: Sequence | None) -> list[Sequence]:
-        """Those that decode and have no place for their next token, and the best of all if it is swapped out."""
-        needy = [
-            s for s in self._members(SequenceStatus.DECODING) if s.num_unscheduled_tokens > 0 and not self.has_room(s)
+    def _lacking_blocks(self, best: Sequence | None) -> list[Sequence]:
+        """Decoding sequences without a block for their next token, and `best` if it is swapped out; best first."""
+        lacking = [
+            s
+            for s in self._members(SequenceStatus.DECODING)
+            if s.num_unscheduled_tokens > 0 and not self.has_next_block(s)
         ]
         if best is not None and best.status is SequenceStatus.SWAPPED:
-            needy.append(best)
-        return sorted(needy, key=rank)
+            lacking.append(best)
+        return sorted(lacking, key=rank)
 
-    def _serve(self, seq: Sequence, batch: StepBuilder) -> bool:
-        """Whether it has its blocks now, or waits for some that come when copies in flight are done; or is taken from
-        itself."""
-        coming, free = self._swapping.num_coming_blocks, self._pool.num_free
-        promised = max(0, self._num_promised - coming)
+    def _provide_blocks(self, seq: Sequence, builder: StepBuilder) -> bool:
+        """False: a victim is needed. True: it has its blocks, is promised some that swap-outs in flight will free, or
+        was itself the victim."""
+        pending, free = self._swapping.num_pending_blocks, self._pool.num_free
+        promised = max(0, self._num_promised - pending)
         if seq.status is SequenceStatus.SWAPPED:
-            if self._swapping.swap_in(seq, batch, keep_free=promised):
+            if self._swapping.swap_in(seq, builder, keep_free=promised):
                 return True
-            wanted = self._swapping.num_wanted(seq)
+            needed = self._swapping.num_needed(seq)
         elif seq.status is SequenceStatus.DECODING:
             if free > promised and self._pool.grow(seq.seq_id, seq.num_scheduled_tokens + 1):
                 return True
-            wanted = 1
+            needed = 1
         else:
             return True
-        if wanted > free + coming - self._num_promised:
+        if needed > free + pending - self._num_promised:
             return False
-        self._num_promised += wanted
+        self._num_promised += needed
         return True
 
-    def _let_return(self, batch: StepBuilder) -> None:
-        """Best first; the first that has no room stops the rest: what is behind it must not take its blocks."""
+    def _swap_in(self, builder: StepBuilder) -> None:
+        """Swap sequences in, best first. The first refused one ends it: later ones must not take its blocks."""
         for seq in sorted(self._members(SequenceStatus.SWAPPED), key=rank):
             num_decoding = self._table.count(SequenceStatus.DECODING)
             keep_free = self._watermark_blocks + num_decoding + 1 if num_decoding else 0
-            if not self._swapping.swap_in(seq, batch, keep_free):
+            if not self._swapping.swap_in(seq, builder, keep_free):
                 break
 
     def _preempt(self, seq: Sequence, events: list[SchedulerEvent]) -> None:

@@ -1,4 +1,4 @@
-"""Builds one StepBatch: who gets how many tokens of the budget. Plain arithmetic, no choice of who."""
+"""Builds one StepBatch within a token budget. Plain arithmetic: the caller chooses the sequences."""
 
 from array import array
 
@@ -8,41 +8,41 @@ from kvferry.common.scheduling.step import BlockCopies, NewSequence, ScheduledSe
 
 
 class StepBuilder:
-    """A step in the making. Give tokens with `give`, add copies, then `seal` once."""
+    """Collects a step: call `add` and `add_ahead`, append copies, then call `build` once."""
 
     def __init__(self, budget_tokens: int) -> None:
         self.budget_tokens = budget_tokens
-        """What is left."""
+        """The remaining budget."""
         self.swap_out: list[BlockCopies] = []
         self.swap_in: list[BlockCopies] = []
-        self._shares: dict[int, int] = {}
+        self._num_tokens: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
 
-    def give(self, seq: Sequence, max_tokens: int) -> None:
-        """Compute up to max_tokens more of it, within the budget and what it has."""
-        self._give(seq, min(max_tokens, seq.num_unscheduled_tokens - self._shares.get(seq.seq_id, 0)))
+    def add(self, seq: Sequence, max_tokens: int) -> None:
+        """Compute up to max_tokens more of its unscheduled tokens, within the budget."""
+        self._add(seq, min(max_tokens, seq.num_unscheduled_tokens - self._num_tokens.get(seq.seq_id, 0)))
 
-    def give_ahead(self, seq: Sequence) -> None:
-        """Compute the token that a step in flight draws for it, within the budget."""
-        self._give(seq, 1)
+    def add_ahead(self, seq: Sequence) -> None:
+        """Compute its token in flight, within the budget."""
+        self._add(seq, 1)
 
-    def _give(self, seq: Sequence, num_tokens: int) -> None:
+    def _add(self, seq: Sequence, num_tokens: int) -> None:
         count = min(num_tokens, self.budget_tokens)
         if count > 0:
-            self._shares[seq.seq_id] = self._shares.get(seq.seq_id, 0) + count
+            self._num_tokens[seq.seq_id] = self._num_tokens.get(seq.seq_id, 0) + count
             self._sequences[seq.seq_id] = seq
             self.budget_tokens -= count
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody got a token, and nothing is copied."""
-        return not (self._shares or self.swap_out or self.swap_in)
+        """Whether nothing is computed or copied."""
+        return not (self._num_tokens or self.swap_out or self.swap_in)
 
-    def seal(self, step_id: int, pool: BlockPool, finished: tuple[int, ...]) -> StepBatch:
-        """The plan. The sequences count as scheduled, and as announced, from here on."""
+    def build(self, step_id: int, pool: BlockPool, finished: tuple[int, ...]) -> StepBatch:
+        """Return the batch and mark its sequences as scheduled and announced."""
         new = tuple(_announce(seq) for seq in self._sequences.values() if not seq.announced)
-        report_layers = any(_is_ferried(seq) for seq in self._sequences.values())
-        scheduled = tuple(_schedule(seq, self._shares[seq_id], pool) for seq_id, seq in self._sequences.items())
+        report_layers = any(_may_be_transferred(seq) for seq in self._sequences.values())
+        scheduled = tuple(_schedule(seq, self._num_tokens[seq_id], pool) for seq_id, seq in self._sequences.items())
         return StepBatch(step_id, scheduled, new, finished, report_layers, tuple(self.swap_out), tuple(self.swap_in))
 
 
@@ -51,8 +51,8 @@ def _announce(seq: Sequence) -> NewSequence:
     return NewSequence(seq.seq_id, array("I", seq.token_ids), seq.spec.sampling)
 
 
-def _is_ferried(seq: Sequence) -> bool:
-    """Whether KV of this step may be on its way to another node: not when one more token ends the request."""
+def _may_be_transferred(seq: Sequence) -> bool:
+    """Whether KV of this step may be sent to another node: not when one more token ends the request."""
     more_than_one = seq.spec.sampling.max_new_tokens - seq.num_outputs > 1
     return seq.spec.mode == "prefill" and seq.status is not SequenceStatus.DECODING and more_than_one
 
@@ -63,7 +63,7 @@ def _schedule(seq: Sequence, count: int, pool: BlockPool) -> ScheduledSequence:
     sample = ahead or end == len(seq.token_ids)
     seq.num_scheduled_tokens = end
     seq.steps_in_flight += 1
-    seq.num_undrawn += sample
+    seq.tokens_in_flight += sample
     return ScheduledSequence(
         seq_id=seq.seq_id,
         token_ids=array("I", (0,)) if ahead else seq.token_ids[start:end],
@@ -71,5 +71,5 @@ def _schedule(seq: Sequence, count: int, pool: BlockPool) -> ScheduledSequence:
         block_table=pool.table(seq.seq_id)[: pool.blocks_for(end)],
         sample=sample,
         seed_position=end if sample else -1,
-        after_draw=ahead,
+        is_placeholder=ahead,
     )

@@ -1,10 +1,10 @@
-"""How KV of a decoding sequence goes to the host and comes back. Decides nothing about who and when (`room.py`).
+"""Swaps the KV of decoding sequences to the host and back. Pure. `PreemptionPolicy` decides which and when.
 
-Out: the copy is part of a step, and the device's blocks are the sequence's own until that step has come back: only
-then has the engine read them, and only then may the engine, or a transport, write them for somebody else.
-In: into free blocks, which nobody touches; the copy is done before anything of the same step is computed, so the
-sequence may be part of it. The host blocks are kept until that step has come back.
-What the prefix cache still has of it is taken from there and not copied.
+Swap-out: the copy is part of a step. The sequence holds its device blocks until that step's result is back, because
+only then has the engine read them, and only then may the engine or a transport write them for another sequence.
+Swap-in: the target blocks are free, so no step uses them. The runner copies before it computes, so the same step may
+compute the sequence. The host blocks are held until that step's result is back.
+Leading blocks that are still in the prefix cache are shared, not copied.
 """
 
 from kvferry.common.base.errors import InvariantError
@@ -24,35 +24,35 @@ class Swapping:
         self._host = host
         self._table = table
         self.num_swaps = 0
-        """Sequences swapped out, total since start."""
+        """Number of swap-outs since start."""
         self._refused: tuple[int, int, int] | None = None
-        """(seq_id, keep_free, pool.num_releases) when there was no room: not to be tried again before a release."""
+        """(seq_id, keep_free, pool.num_releases) of the last refused swap-in: not retried before a release."""
 
     @property
-    def num_coming_blocks(self) -> int:
-        """Device blocks that are free when the copies in flight are done."""
+    def num_pending_blocks(self) -> int:
+        """Device blocks that become free when the swap-outs in flight are done."""
         return sum(self._pool.num_exclusive(seq_id) for seq_id in self._table.members(SequenceStatus.SWAPPING))
 
-    def swap_out(self, seq: Sequence, batch: StepBuilder, now: float) -> bool:
-        """Copy a DECODING sequence, which no step or transport touches, to the host. False: no room there."""
+    def swap_out(self, seq: Sequence, builder: StepBuilder, now: float) -> bool:
+        """Copy a DECODING sequence, unused by any step or transport, to the host. False: no free host blocks."""
         num_blocks = self._pool.blocks_for(seq.num_computed_tokens)
-        host_blocks = self._host.take(seq.seq_id, num_blocks)
+        host_blocks = self._host.allocate(seq.seq_id, num_blocks)
         if host_blocks is None:
             return False
         self._table.move(seq, SequenceStatus.SWAPPING)
         seq.steps_in_flight += 1
         seq.swapped_at = now
-        batch.swap_out.append(BlockCopies(seq.seq_id, self._pool.table(seq.seq_id)[:num_blocks], host_blocks))
+        builder.swap_out.append(BlockCopies(seq.seq_id, self._pool.table(seq.seq_id)[:num_blocks], host_blocks))
         self.num_swaps += 1
         return True
 
-    def num_wanted(self, seq: Sequence) -> int:
-        """Free blocks that the return of a SWAPPED sequence takes."""
+    def num_needed(self, seq: Sequence) -> int:
+        """Free device blocks that the swap-in of a SWAPPED sequence takes."""
         num_tokens = seq.num_computed_tokens
-        return self._pool.num_wanted(seq.token_ids[:num_tokens], max_cached_tokens=num_tokens, extra_tokens=1)
+        return self._pool.num_needed(seq.token_ids[:num_tokens], max_cached_tokens=num_tokens, extra_tokens=1)
 
-    def swap_in(self, seq: Sequence, batch: StepBuilder, keep_free: int) -> bool:
-        """Bring a SWAPPED sequence back, with room for its next token. False: that would leave fewer free blocks."""
+    def swap_in(self, seq: Sequence, builder: StepBuilder, keep_free: int) -> bool:
+        """Swap a SWAPPED sequence in, with a block for its next token. False: fewer than keep_free would stay free."""
         attempt = (seq.seq_id, keep_free, self._pool.num_releases)
         if self._refused == attempt:
             return False
@@ -63,7 +63,7 @@ class Swapping:
             max_cached_tokens=num_tokens,
             extra_tokens=1,
             keep_free=keep_free,
-            counted=False,
+            update_stats=False,
         )
         if table is None:
             self._refused = attempt
@@ -72,37 +72,37 @@ class Swapping:
         self._table.move(seq, SequenceStatus.DECODING)
         seq.steps_in_flight += 1
         host_blocks = self._host.table(seq.seq_id)
-        batch.swap_in.append(BlockCopies(seq.seq_id, table.block_ids[first:end], host_blocks[first:end]))
+        builder.swap_in.append(BlockCopies(seq.seq_id, table.block_ids[first:end], host_blocks[first:end]))
         return True
 
-    def apply(self, plan: StepBatch) -> None:
-        """The copies of a step are done: what they read is let go, also that of sequences that ended meanwhile."""
-        for copies in plan.swap_out:
+    def apply(self, batch: StepBatch) -> None:
+        """Release the sources of a step's copies, also those of sequences that have ended since."""
+        for copies in batch.swap_out:
             seq = self._table.get(copies.seq_id)
             seq.steps_in_flight -= 1
             if seq.status is SequenceStatus.SWAPPING:
                 self._pool.release(seq.seq_id)
                 self._table.move(seq, SequenceStatus.SWAPPED)
             self._table.settle(seq)
-        for copies in plan.swap_in:
+        for copies in batch.swap_in:
             seq = self._table.get(copies.seq_id)
             seq.steps_in_flight -= 1
             self._host.release(seq.seq_id)
             self._table.settle(seq)
 
-    def check_invariants(self, plans: list[StepBatch]) -> None:
-        """Copies of the plans in flight and holders of host blocks agree. Raises InvariantError."""
+    def check_invariants(self, in_flight: list[StepBatch]) -> None:
+        """Raise InvariantError when the copies in flight and the holders of host blocks disagree."""
         self._host.check_invariants()
-        copied = {copies.seq_id for plan in plans for copies in (*plan.swap_out, *plan.swap_in)}
-        away = {*self._table.members(SequenceStatus.SWAPPING), *self._table.members(SequenceStatus.SWAPPED)}
-        if self._host.holders != copied | away:
-            raise InvariantError("swapping: those with host blocks are not those swapped or being copied")
-        for copies in (copies for plan in plans for copies in plan.swap_out):
+        copied = {copies.seq_id for batch in in_flight for copies in (*batch.swap_out, *batch.swap_in)}
+        swapped = {*self._table.members(SequenceStatus.SWAPPING), *self._table.members(SequenceStatus.SWAPPED)}
+        if self._host.holders != copied | swapped:
+            raise InvariantError("swapping: holders of host blocks are not the sequences swapped or being copied")
+        for copies in (copies for batch in in_flight for copies in batch.swap_out):
             if self._pool.table(copies.seq_id)[: len(copies.device_blocks)] != copies.device_blocks:
                 raise InvariantError(f"swapping: sequence {copies.seq_id} is copied from blocks that it does not hold")
-        for copies in (copies for plan in plans for copies in plan.swap_in):
+        for copies in (copies for batch in in_flight for copies in batch.swap_in):
             if not set(copies.device_blocks) <= set(self._pool.table(copies.seq_id)):
                 raise InvariantError(f"swapping: sequence {copies.seq_id} is copied to blocks that it does not hold")
         for seq in self._table.members(SequenceStatus.SWAPPED).values():
             if len(self._host.table(seq.seq_id)) != self._pool.blocks_for(seq.num_computed_tokens):
-                raise InvariantError(f"swapping: sequence {seq.seq_id} is not on the host as far as it is computed")
+                raise InvariantError(f"swapping: sequence {seq.seq_id} has fewer host blocks than computed tokens need")

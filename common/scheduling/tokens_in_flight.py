@@ -1,6 +1,6 @@
-"""The last token drawn of each sequence, for steps that are planned before it is known. Decides nothing.
+"""Fills sampled tokens into steps that were scheduled before those tokens were known. Pure; decides nothing.
 
-Whoever computes keeps one: `fill` before each step, `note` after it. Steps come one after the other.
+The thread that computes the steps owns one: call `fill` before each step and `note` after it, in step order.
 """
 
 from array import array
@@ -10,25 +10,24 @@ from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepRes
 
 
 class TokensInFlight:
-    """Of all sequences that the plans have not named as finished."""
+    """The last sampled token of each sequence that is not finished."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
 
-    def fill(self, plan: StepBatch) -> StepBatch:
-        """The plan with true ids. For a sequence of which nothing could be drawn it is any id: what the step brings
-        for that one is dropped."""
-        for seq_id in plan.finished:
+    def fill(self, batch: StepBatch) -> StepBatch:
+        """Replace placeholders by the sampled ids. After a failure the id is arbitrary: the result is dropped."""
+        for seq_id in batch.finished:
             self._last.pop(seq_id, None)
-        if not any(part.after_draw for part in plan.scheduled):
-            return plan
-        return replace(plan, scheduled=tuple(map(self._filled, plan.scheduled)))
+        if not any(part.is_placeholder for part in batch.scheduled):
+            return batch
+        return replace(batch, scheduled=tuple(map(self._filled, batch.scheduled)))
 
     def note(self, result: StepResult) -> None:
-        """What a step drew."""
+        """Remember the tokens that a step sampled."""
         self._last.update(result.sampled)
 
     def _filled(self, part: ScheduledSequence) -> ScheduledSequence:
-        if not part.after_draw:
+        if not part.is_placeholder:
             return part
-        return replace(part, token_ids=array("I", (self._last.get(part.seq_id, 0),)), after_draw=False)
+        return replace(part, token_ids=array("I", (self._last.get(part.seq_id, 0),)), is_placeholder=False)

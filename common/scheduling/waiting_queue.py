@@ -1,13 +1,14 @@
-"""The queue of sequences without blocks: priority class with ageing, then turn. Pure; knows keys, not sequences.
+"""The queue of waiting sequences, and the measured prefill rate that orders it. Pure; knows keys, not sequences.
 
-The effective class is priority - floor(waited / aging_s). It has no lower end, so whoever waits overtakes in the end
-whatever comes later: a class 5 entry stands before any class 1 entry whose turn is 4 * aging_s after its own.
+Entries are ordered by effective class, then by virtual finish time.
 
-How long this node takes for a token of a prompt, from the steps it made: whose turn it is depends on it. Pure.
+The effective class is priority - floor(waited / aging_s). It has no lower bound, so every entry overtakes later ones
+eventually: a class 5 entry precedes any class 1 entry whose virtual finish time is 4 * aging_s or more after its own.
 
-A prompt's turn is when it would be computed had the node nothing else to do: its time of acceptance and the time it
-takes. Short prompts so pass long ones that came a little earlier, and each waits only for what comes within the time
-that it takes itself. (First come, first served makes one long prompt everybody's wait; shortest first starves it.)
+The virtual finish time of a prompt is when an otherwise idle node would have computed it: its acceptance time plus its
+prefill time at the measured rate. Short prompts overtake long ones that arrived slightly earlier, and a prompt waits
+only for prompts that arrive within its own prefill time. (First come, first served lets one long prompt delay all
+others; shortest first starves long prompts.)
 """
 
 from heapq import heapify, heappop, heappush
@@ -17,26 +18,27 @@ from kvferry.common.base.errors import InvariantError
 from kvferry.common.scheduling.step import StepBatch
 
 PRIORITIES = range(1, 6)
-COMPACT_AT = 64
+SWEEP_MARGIN = 64
+"""Removed entries that a heap may hold beyond twice the number of live ones."""
 
 
 class _Entry(NamedTuple):
     virtual_finish_time: float
     order: int
-    """Number of the push: first come first served among equals, and tells a key's earlier life apart."""
+    """Number of the push: orders equal entries, and separates a key pushed again from its removed entry."""
     key: int
 
 
 def effective_class(priority: int, since: float, now: float, aging_s: float) -> int:
-    """Smaller is better. `since`: the time of acceptance, or the turn; one in the future counts as now."""
+    """Smaller runs first. `since`: the acceptance time or the virtual finish time; a future one counts as now."""
     return priority - int(max(0.0, now - since) // aging_s)
 
 
 class WaitingQueue:
-    """Entries by (effective class, turn, order of arrival). push and pop are O(log n), peek O(1).
+    """Entries by (effective class, virtual finish time, arrival). push is O(log n), peek and remove O(1), amortised.
 
-    Within one priority the earliest turn is always the best, at any time; so one heap per priority, and the heads
-    compared at the time of asking, are enough. Removed entries stay in their heap until they surface or are swept out.
+    Within one priority the earliest virtual finish time is first at any time, so one heap per priority suffices; peek
+    compares their heads. Removed entries stay in their heap until they reach its top or are swept out.
     """
 
     def __init__(self, aging_s: float) -> None:
@@ -54,13 +56,12 @@ class WaitingQueue:
 
     @property
     def total_tokens(self) -> int:
-        """Sum over all entries."""
         return self._total_tokens
 
     def push(self, key: int, priority: int, virtual_finish_time: float, num_tokens: int) -> None:
-        """Add an entry. virtual_finish_time and `now` elsewhere are seconds of the same clock."""
+        """Add an entry. virtual_finish_time is in seconds of the clock of `now`."""
         if key in self._live or priority not in self._heaps:
-            raise InvariantError(f"waiting queue: key {key} with priority {priority}: known already, or no priority")
+            raise InvariantError(f"waiting queue: key {key} with priority {priority}: queued already, or not in 1..5")
         self._num_pushed += 1
         entry = _Entry(virtual_finish_time, self._num_pushed, key)
         heappush(self._heaps[priority], entry)
@@ -68,7 +69,7 @@ class WaitingQueue:
         self._total_tokens += num_tokens
 
     def peek(self, now: float) -> int | None:
-        """The key whose turn it is; None when empty."""
+        """The first key; None when empty."""
         best: tuple[int, float, int, int] | None = None
         for priority, heap in self._heaps.items():
             while heap and not self._is_live(heap[0]):
@@ -79,17 +80,10 @@ class WaitingQueue:
                 best = rank if best is None or rank < best else best
         return None if best is None else best[-1]
 
-    def pop(self, now: float) -> int | None:
-        """Take the key whose turn it is out; None when empty."""
-        key = self.peek(now)
-        if key is not None:
-            self.remove(key)
-        return key
-
     def remove(self, key: int) -> None:
-        """Take an entry out, wherever it stands."""
+        """Remove an entry at any place. Raises InvariantError for an unknown key."""
         if key not in self._live:
-            raise InvariantError(f"waiting queue: key {key} is not in it")
+            raise InvariantError(f"waiting queue: key {key} is not queued")
         _, priority, num_tokens = self._live.pop(key)
         self._total_tokens -= num_tokens
         self._sweep(priority)
@@ -99,32 +93,30 @@ class WaitingQueue:
         return found is not None and found[0] is entry
 
     def _sweep(self, priority: int) -> None:
-        """Keep a heap within twice the number of live entries (of all priorities), for amortised O(1)."""
+        """Bound a heap by twice the number of live entries (of all priorities), for amortised O(1)."""
         heap = self._heaps[priority]
-        if len(heap) > COMPACT_AT + 2 * len(self._live):
+        if len(heap) > SWEEP_MARGIN + 2 * len(self._live):
             heap[:] = [entry for entry in heap if self._is_live(entry)]
             heapify(heap)
 
     def check_invariants(self) -> None:
-        """Every live entry is in its heap once, and the total is the sum."""
+        """Raise InvariantError unless every live entry is in its heap once and the token total is right."""
         in_heaps = {
             entry.key: priority for priority, heap in self._heaps.items() for entry in heap if self._is_live(entry)
         }
         if in_heaps != {key: priority for key, (_, priority, _) in self._live.items()}:
             raise InvariantError("waiting queue: heaps and entries disagree")
         if self._total_tokens != sum(num_tokens for _, _, num_tokens in self._live.values()):
-            raise InvariantError("waiting queue: the total of tokens is wrong")
+            raise InvariantError("waiting queue: the token total is wrong")
 
 
-_KEPT_SHARE = 0.9
-"""Of what is known, with each step: the last ten count for most of it."""
+_DECAY = 0.9
+"""Exponential decay per step; time constant about ten steps."""
 
 
 class PrefillRate:
-    """Seconds for a token of a prompt, an average that forgets.
-
-    Before anything is known it is 0: first come, first served.
-    """
+    """Prefill time per token, an exponential moving average over steps. 0 before the first one, which makes the queue
+    first come, first served."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -132,17 +124,17 @@ class PrefillRate:
 
     @property
     def prompt_token_s(self) -> float:
-        """Of a step's time, what each of its tokens took."""
+        """Seconds per prompt token."""
         return self._seconds / self._tokens if self._tokens else 0.0
 
-    def seen(self, plan: StepBatch, duration_s: float) -> None:
-        """A step came back. One that mostly decodes says nothing of prompts, and a long one more than a short one."""
-        sizes = [len(part.token_ids) for part in plan.scheduled]
+    def observe(self, batch: StepBatch, duration_s: float) -> None:
+        """Include a completed step, weighted by its size, unless it has more decode than prompt tokens."""
+        sizes = [len(part.token_ids) for part in batch.scheduled]
         num_prompt_tokens = sum(size for size in sizes if size > 1)
         if num_prompt_tokens >= len(sizes) > 0:
-            self._seconds = _KEPT_SHARE * self._seconds + duration_s
-            self._tokens = _KEPT_SHARE * self._tokens + num_prompt_tokens
+            self._seconds = _DECAY * self._seconds + duration_s
+            self._tokens = _DECAY * self._tokens + num_prompt_tokens
 
     def virtual_finish_time(self, accepted_at: float, num_tokens: int) -> float:
-        """When a prompt of so many tokens would be computed if it were alone, on the clock of accepted_at."""
+        """When a prompt of num_tokens would be computed if it ran alone, on the clock of accepted_at."""
         return accepted_at + num_tokens * self.prompt_token_s

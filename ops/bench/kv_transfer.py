@@ -20,8 +20,9 @@ from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.base.python_command import python_command
 from kvferry.common.cluster.events import KvSendFailed, PieceArrived, PieceBad
 from kvferry.common.config.protocol import Limits
+from kvferry.common.kv.transports import KV_TRANSPORTS
 from kvferry.common.kv_transfer.interface import KvEvent
-from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
+from kvferry.common.kv_transfer.registry import load_transport
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.transport.context import TransportContext
@@ -105,8 +106,8 @@ class TransferLoad:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Staging slots that the sender may write to."""
-        return SLOTS if self.transport == "shm" else ()
+        """Those that the sender may write into."""
+        return SLOTS if load_transport(self.transport).is_one_sided else ()
 
 
 @contextlib.contextmanager
@@ -115,6 +116,7 @@ def mover(
 ) -> Iterator[tuple[ZmqKvMover, str]]:
     """A running mover, and its endpoint."""
     context = TransportContext()
+    transport = load_transport(load.transport)
     made = ZmqKvMover(
         context,
         self_id,
@@ -123,8 +125,8 @@ def mover(
         Limits(),
         post,
         checksum=True,
-        memory=ShmSlots(len(SLOTS), load.piece_bytes),
-        reach=ShmReach(self_id),
+        memory=transport.make_memory(len(SLOTS), load.piece_bytes),
+        writer=transport.make_writer(self_id),
     )
     try:
         yield made, made.start()
@@ -167,7 +169,7 @@ def measure_transfer(load: TransferLoad) -> TransferRate:
 
     with mover(RECEIVER, load, post) as (made, endpoint):
         made.expect(KEY, (), 0, load.slots)
-        command = python_command("kvferry.ops.bench.kv_transfer", "--send", endpoint, made.staging_place)
+        command = python_command("kvferry.ops.bench.kv_transfer", "--send", endpoint, made.staging_address)
         command += ("--pieces", str(load.piece_bytes), str(load.num_pieces), "--transport", load.transport)
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
             try:
@@ -199,13 +201,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=positive, default=5, help="rounds of each measurement (5)")
     parser.add_argument("--send", nargs=2, metavar=("ENDPOINT", "PLACE"), help=argparse.SUPPRESS)
     parser.add_argument("--pieces", nargs=2, type=int, default=(0, 0), help=argparse.SUPPRESS)
-    parser.add_argument("--transport", choices=("shm", "zmq"), default="zmq", help=argparse.SUPPRESS)
+    parser.add_argument("--transport", choices=tuple(KV_TRANSPORTS), default="zmq", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send is not None:
         send(TransferLoad(arguments.pieces[0], arguments.pieces[1], arguments.transport), *arguments.send)
         return 0
     for piece_bytes in PIECE_SIZES:
-        for transport in ("shm", "zmq"):
+        for transport in KV_TRANSPORTS:
             load = TransferLoad(piece_bytes, arguments.mib * 1_048_576 // piece_bytes, transport)
             rounds = [measure_transfer(load) for _ in range(arguments.rounds)]
             rates = sorted(result.mb_per_s for result in rounds)

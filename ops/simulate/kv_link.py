@@ -245,7 +245,7 @@ class KvSender:
         self._check_held(piece, write.table)
         known = self._peers.get(piece.key.decode)
         if known is None or piece.key in self._stopping:
-            self.writes.give_up(piece.key, piece.slot)
+            self.writes.cancel(piece.key, piece.slot)
         else:
             self.writes.confirm(piece.key, piece.slot)
             self._send_message(known, write.receiver, piece, [])
@@ -257,7 +257,7 @@ class KvSender:
         if write.done or piece.slot is None:
             return
         write.done = True
-        self.writes.give_up(piece.key, piece.slot)
+        self.writes.cancel(piece.key, piece.slot)
         if piece.key not in self._stopping:
             self.post(KvSendFailed(piece.key, "a write was not confirmed"))
         self._stopped(piece.key)

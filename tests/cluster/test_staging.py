@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits, Timers
-from kvferry.common.config.schema import KvTransport
+from kvferry.common.config.schema import KvTransportName
 from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots
 from tests.cluster.conftest import MakeCluster
@@ -19,7 +19,7 @@ from tests.support.eventually import eventually
 from tests.support.tiny_llama import random_prompt, reference_tokens
 
 Reference = tuple[Path, Any]
-SHM: tuple[KvTransport, ...] = ("shm", "zmq")
+SHM: tuple[KvTransportName, ...] = ("shm", "zmq")
 
 
 def staging_of(core: NodeCore) -> StagingSlots:

@@ -1,4 +1,4 @@
-"""The block pool against a plain model that knows contents as tuples of ids and scans everything."""
+"""BlockPool against a simple model that keeps contents as tuples of ids and scans all blocks."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from tests.support.scheduling import ids
 SIZE = 2
 NUM_BLOCKS = 10
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-"""Two ids only: prefixes meet often."""
+"""Only two ids, so that prefixes often coincide."""
 
 
 @dataclass
@@ -23,14 +23,14 @@ class Held:
 
 
 @dataclass
-class Wish:
-    """What an `acquire` asks for."""
+class Attempt:
+    """Arguments of an `acquire`."""
 
     ids: list[int]
     extra: int
     keep_free: int
     max_cached: int
-    tries: AllocationMemo = field(default_factory=AllocationMemo)
+    memo: AllocationMemo = field(default_factory=AllocationMemo)
 
 
 class Model:
@@ -57,7 +57,7 @@ class Model:
         return found
 
     def take(self, taken: tuple[int, ...]) -> None:
-        """The pool took these for writing: free ones while there are any, then the oldest cached ones in order."""
+        """Blocks taken for writing: all free ones first, then the oldest cached ones in order."""
         num_free = min(len(self.free), len(taken))
         assert set(taken[:num_free]) <= self.free
         assert list(taken[num_free:]) == self.cached[: len(taken) - num_free]
@@ -82,37 +82,37 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS, SIZE, "m")
         self.model = Model()
         self.last_holder = 0
-        self.waiting: list[Wish] = []
+        self.waiting: list[Attempt] = []
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.model.held)))
 
     @rule(prompt=PROMPTS, extra=st.integers(0, 3), keep_free=st.integers(0, 3), max_cached=st.integers(-1, 12))
     def acquire(self, prompt, extra, keep_free, max_cached):
-        wish = Wish(prompt, extra, keep_free, max_cached)
-        if not self.granted(wish):
-            self.waiting.append(wish)
+        attempt = Attempt(prompt, extra, keep_free, max_cached)
+        if not self.acquired(attempt):
+            self.waiting.append(attempt)
 
     @invariant()
-    def ask_again(self):
-        """Whatever happened since the last time: granted if and only if there is room now."""
-        self.waiting = [wish for wish in self.waiting if not self.granted(wish)]
+    def retry(self):
+        """A refused attempt succeeds if and only if there are enough blocks now."""
+        self.waiting = [attempt for attempt in self.waiting if not self.acquired(attempt)]
 
-    def granted(self, wish: Wish) -> bool:
+    def acquired(self, attempt: Attempt) -> bool:
         self.last_holder += 1
-        hits = self.model.hits(wish.ids, wish.max_cached)
-        needed = -(-(len(wish.ids) + wish.extra) // SIZE)
+        hits = self.model.hits(attempt.ids, attempt.max_cached)
+        needed = -(-(len(attempt.ids) + attempt.extra) // SIZE)
         revived = [block for block in hits if block in self.model.cached]
         num_free = len(self.model.free) + len(self.model.cached)
         table = self.pool.acquire(
             self.last_holder,
-            ids(wish.ids),
-            max_cached_tokens=wish.max_cached,
-            extra_tokens=wish.extra,
-            keep_free=wish.keep_free,
-            tries=wish.tries,
+            ids(attempt.ids),
+            max_cached_tokens=attempt.max_cached,
+            extra_tokens=attempt.extra,
+            keep_free=attempt.keep_free,
+            memo=attempt.memo,
         )
-        if needed - len(hits) + len(revived) > num_free - wish.keep_free:
+        if needed - len(hits) + len(revived) > num_free - attempt.keep_free:
             assert table is None
             return False
         assert table is not None
@@ -122,7 +122,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         for block in revived:
             self.model.cached.remove(block)
         self.model.take(table.block_ids[len(hits) :])
-        self.model.held[self.last_holder] = Held(table.block_ids, wish.ids, len(hits))
+        self.model.held[self.last_holder] = Held(table.block_ids, attempt.ids, len(hits))
         return True
 
     @precondition(lambda self: self.model.held)
@@ -162,9 +162,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.held)
     @rule(data=st.data())
-    def distrust(self, data):
+    def invalidate(self, data):
         holder = self.pick(data)
-        self.pool.distrust(holder)
+        self.pool.invalidate(holder)
         for block in self.model.held[holder].table:
             if self.model.holders_of(block) == 1:
                 self.model.content.pop(block, None)
@@ -187,8 +187,8 @@ class BlockPoolMachine(RuleBasedStateMachine):
             assert self.pool.num_published_tokens(holder) == held.num_final * SIZE
             for position in range(len(held.table) * SIZE):
                 block = held.table[position // SIZE]
-                mine = position >= held.num_final * SIZE and self.model.holders_of(block) == 1
-                assert self.pool.is_writable(holder, position, position + 1) == mine
+                writable = position >= held.num_final * SIZE and self.model.holders_of(block) == 1
+                assert self.pool.is_writable(holder, position, position + 1) == writable
 
     def teardown(self):
         for holder in sorted(self.model.held):

@@ -1,13 +1,10 @@
-"""The send queue against a plain model of it, under any order of calls."""
+"""SendQueue against a simple model, under random calls."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
 from kvferry.common.kv_transfer.send_queue import OutboundPiece, SendQueue, Window
 from kvferry.common.protocol.messages import Piece
 from tests.support.kv_memory import key_between
@@ -31,12 +28,12 @@ class QueueMachine(RuleBasedStateMachine):
     def keys(self, peer: Incarnation) -> set[TransferKey]:
         return {piece.key for piece in self.pending.get(peer, []) + self.in_flight.get(peer, [])}
 
-    def has_room(self, peer: Incarnation) -> bool:
-        flying = self.in_flight[peer]
+    def can_send(self, peer: Incarnation) -> bool:
+        in_flight = self.in_flight[peer]
         if not self.pending[peer] or peer in self.blocked:
             return False
-        size = sum(piece.num_bytes for piece in flying) + self.pending[peer][0].num_bytes
-        return not flying or (size <= WINDOW.num_bytes and len(flying) < WINDOW.num_pieces)
+        size = sum(piece.num_bytes for piece in in_flight) + self.pending[peer][0].num_bytes
+        return not in_flight or (size <= WINDOW.num_bytes and len(in_flight) < WINDOW.num_pieces)
 
     @rule(peer=peers)
     def open_or_close(self, peer: Incarnation) -> None:
@@ -66,26 +63,26 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.add(OutboundPiece(piece, ()), self.now)
         self.pending[peer].append(piece)
 
-    @rule(is_taken=st.booleans())
-    def send(self, is_taken: bool) -> None:
-        ready = [peer for peer in self.pending if self.has_room(peer)]
+    @rule(is_sent=st.booleans())
+    def send(self, is_sent: bool) -> None:
+        ready = [peer for peer in self.pending if self.can_send(peer)]
         outgoing = self.queue.next()
         assert (outgoing is None) == (not ready)
         if outgoing is None:
             return
         peer = outgoing.piece.key.decode
         assert outgoing.piece == self.pending[peer][0]
-        if is_taken:
-            self.queue.given(outgoing, self.now)
+        if is_sent:
+            self.queue.sent(outgoing, self.now)
             self.in_flight[peer].append(self.pending[peer].pop(0))
         else:
             self.queue.block(peer)
             self.blocked.add(peer)
 
     @rule()
-    def everyone_who_can_gets_a_turn(self) -> None:
-        """As many turns as there are peers: each that can be sent to is sent to once, before any is twice."""
-        ready = {peer for peer in self.pending if self.has_room(peer)}
+    def round_robin_serves_every_ready_peer(self) -> None:
+        """With as many calls as ready peers, each of them is served once."""
+        ready = {peer for peer in self.pending if self.can_send(peer)}
         served = []
         for _ in ready:
             outgoing = self.queue.next()
@@ -101,13 +98,13 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self.in_flight.values()))
     @rule(data=st.data())
     def credit(self, data: st.DataObject) -> None:
-        flying = [(peer, piece) for peer, pieces in self.in_flight.items() for piece in pieces]
-        peer, piece = data.draw(st.sampled_from(flying))
+        in_flight = [(peer, piece) for peer, pieces in self.in_flight.items() for piece in pieces]
+        peer, piece = data.draw(st.sampled_from(in_flight))
         self.queue.credited(peer, piece.key, piece.number, self.now)
         self.in_flight[peer].remove(piece)
 
     @rule(peer=peers, number=st.integers(1000, 1002))
-    def credit_for_nothing(self, peer: Incarnation, number: int) -> None:
+    def stray_credit(self, peer: Incarnation, number: int) -> None:
         self.queue.credited(peer, key_between(SELF_ID, peer, 1), number, self.now)
 
     @rule(peer=peers, request=st.integers(0, 2))

@@ -1,18 +1,15 @@
-"""The scheduler under random adds, reservations, take-overs, aborts, pins and failures; one or two steps in flight.
+"""The scheduler under random adds, reservations, inherits, aborts, pins and failures, with one or two steps in flight.
 
-With and without host blocks to swap to. After every rule the invariants of pools, queue and sequences hold; the fake
-runner, which copies and computes a step only when it comes back, checks that every KV slot it reads holds what it
-should. At the end everything that still runs is brought to its end, and nothing may be left.
+With and without host blocks for swapping. After every rule the invariants of pools, queue and sequences must hold. The
+fake runner copies and computes a step only when the step finishes, and checks every KV slot that it reads. At the end
+all sequences run to completion, and nothing may be left.
 """
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.common.base.errors import (
-    ProtocolError,
-    RequestInvalidError,
-)
+from kvferry.common.base.errors import ProtocolError, RequestInvalidError
 from kvferry.common.scheduling.events import (
     ChunkComputed,
     Failed,
@@ -28,7 +25,7 @@ from kvferry.common.scheduling.step import StepBatch
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 NUM_BLOCKS, SIZE = 12, 2
-AWAY = (SequenceStatus.SWAPPING, SequenceStatus.SWAPPED)
+SWAPPED_OUT = (SequenceStatus.SWAPPING, SequenceStatus.SWAPPED)
 MAX_PREEMPT = 2
 EOS = frozenset({0, 1})
 PROMPTS = st.lists(st.integers(5, 6), min_size=1, max_size=10)
@@ -53,7 +50,7 @@ CONFIGS = st.builds(
     watermark_blocks_share=st.sampled_from([0.0, 0.1, 0.3]),
     swap_wait_s=st.sampled_from([0.4, 2.0, 100.0]),
 )
-CROWD_CONFIGS = st.builds(
+OVERLOAD_CONFIGS = st.builds(
     SchedulerConfig,
     eos_token_ids=st.just(EOS),
     max_step_tokens=st.just(12),
@@ -65,8 +62,8 @@ CROWD_CONFIGS = st.builds(
 )
 
 
-class Story:
-    """What the events of one sequence have told so far."""
+class EventModel:
+    """The state of one sequence according to its events."""
 
     def __init__(self, spec: SequenceSpec) -> None:
         self.spec = spec
@@ -75,7 +72,7 @@ class Story:
         self.started = False
         self.over = False
 
-    def tell(self, event: SchedulerEvent) -> None:
+    def apply(self, event: SchedulerEvent) -> None:
         assert not self.over, "an event after the end"
         match event:
             case Started(num_cached_tokens=cached):
@@ -88,7 +85,7 @@ class Story:
             case Sampled(token_id=token_id, position=position, index=index):
                 assert position == len(self.ids), "a token repeated or left out"
                 assert index == position - self.spec.num_prompt_tokens
-                assert token_id == next_token(self.ids), "not what an undisturbed run would have given"
+                assert token_id == next_token(self.ids), "not the token of an undisturbed run"
                 self.ids.append(token_id)
                 self.computed = position
             case Prefilled(num_tokens=num_tokens, token_id=token_id, index=index):
@@ -117,28 +114,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.node = FakeNode(config, num_blocks=NUM_BLOCKS, block_size=SIZE, num_host_blocks=num_host_blocks)
         self.scheduler = self.node.scheduler
         self.now = 0.0
-        self.stories: dict[int, Story] = {}
-        """Of all sequences that the scheduler may still tell of."""
+        self.models: dict[int, EventModel] = {}
+        """All sequences that may still have events."""
         self.pins: dict[int, int] = {}
         self.in_flight: list[StepBatch] = []
 
     # --- helpers ---
 
-    def tell(self, events: list[SchedulerEvent]) -> None:
+    def check_events(self, events: list[SchedulerEvent]) -> None:
         for event in events:
-            self.stories[event.seq_id].tell(event)
-            if self.stories[event.seq_id].over:
-                del self.stories[event.seq_id]
+            self.models[event.seq_id].apply(event)
+            if self.models[event.seq_id].over:
+                del self.models[event.seq_id]
 
-    def those(self, *statuses: SequenceStatus) -> list[int]:
-        return sorted(seq_id for seq_id in self.stories if self.scheduler.status(seq_id) in statuses)
+    def with_status(self, *statuses: SequenceStatus) -> list[int]:
+        return sorted(seq_id for seq_id in self.models if self.scheduler.status(seq_id) in statuses)
 
     def pick(self, data: st.DataObject, *statuses: SequenceStatus) -> int | None:
-        found = self.those(*statuses)
+        found = self.with_status(*statuses)
         return data.draw(st.sampled_from(found)) if found else None
 
-    def replan(self, data: st.DataObject, old: Story) -> SequenceSpec:
-        """The request again, with some of the tokens it had drawn."""
+    def retry_of(self, data: st.DataObject, old: EventModel) -> SequenceSpec:
+        """Another attempt at the request, with some of its sampled tokens."""
         outputs = old.ids[old.spec.num_prompt_tokens :]
         kept = data.draw(st.integers(0, min(len(outputs), old.spec.sampling.max_new_tokens - 1)))
         return make_spec(
@@ -161,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def add_one(self, spec: SequenceSpec) -> None:
         try:
-            self.stories[self.scheduler.add(spec, self.now)] = Story(spec)
+            self.models[self.scheduler.add(spec, self.now)] = EventModel(spec)
         except RequestInvalidError:
             assert spec.max_kv_tokens > NUM_BLOCKS * SIZE
 
@@ -170,10 +167,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         old_id = self.pick(data, *(set(SequenceStatus) - {SequenceStatus.ENDED}))
         if old_id is None:
             return
-        spec = self.replan(data, self.stories[old_id])
+        spec = self.retry_of(data, self.models[old_id])
         new_id = self.scheduler.inherit_blocks(old_id, spec, self.now)
-        del self.stories[old_id]
-        self.stories[new_id] = Story(spec)
+        del self.models[old_id]
+        self.models[new_id] = EventModel(spec)
 
     @rule(spec=SPECS)
     def reserve(self, spec):
@@ -184,10 +181,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         reservation = self.scheduler.reserve(spec, self.now)
         if reservation is not None:
-            assert not self.those(*AWAY), "a newcomer was let in before those that are swapped out"
+            assert not self.with_status(*SWAPPED_OUT), (
+                "a new sequence was admitted before the swapped-out ones returned"
+            )
             assert reservation.first_token % SIZE == 0
             assert reservation.first_token <= spec.num_known
-            self.stories[reservation.seq_id] = Story(spec)
+            self.models[reservation.seq_id] = EventModel(spec)
 
     @rule(data=st.data())
     def commit(self, data):
@@ -200,8 +199,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         seq_id = self.pick(data, SequenceStatus.RESERVED, SequenceStatus.COMMITTED)
         if seq_id is None:
             return
-        story = self.stories[seq_id]
-        spec = story.spec
+        model = self.models[seq_id]
+        spec = model.spec
         first = self.scheduler.num_computed_tokens(seq_id)
         known = spec.num_known
         if lie:
@@ -210,21 +209,21 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.activate(seq_id, 7, wrong, self.now)
             except ProtocolError:
                 return
-            raise AssertionError("a hand-over of another length was taken")
-        from_last = spec.is_retry and data.draw(st.booleans())
-        num_tokens = known - 1 if from_last else known
+            raise AssertionError("a hand-over of a wrong length was accepted")
+        resumes_at_last_id = spec.is_retry and data.draw(st.booleans())
+        num_tokens = known - 1 if resumes_at_last_id else known
         self.node.receive(seq_id, spec, first, num_tokens)
-        token = spec.token_ids[-1] if from_last else next_token(spec.token_ids)
-        if from_last:
-            story.ids.pop()
-        self.tell(self.scheduler.activate(seq_id, token, num_tokens, self.now))
+        token = spec.token_ids[-1] if resumes_at_last_id else next_token(spec.token_ids)
+        if resumes_at_last_id:
+            model.ids.pop()
+        self.check_events(self.scheduler.activate(seq_id, token, num_tokens, self.now))
 
     @rule(data=st.data())
     def release(self, data):
         seq_id = self.pick(data, SequenceStatus.PREFILLED, SequenceStatus.RESERVED, SequenceStatus.COMMITTED)
         if seq_id is not None:
             self.scheduler.release(seq_id)
-            del self.stories[seq_id]
+            del self.models[seq_id]
 
     @rule(data=st.data())
     def abort(self, data):
@@ -232,29 +231,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if seq_id is None:
             return
         held = self.scheduler.block_table(seq_id)
-        touched = seq_id in self.pins or any(seq_id in plan.touched for plan in self.in_flight)
+        touched = seq_id in self.pins or any(seq_id in batch.touched for batch in self.in_flight)
         self.scheduler.abort(seq_id)
-        del self.stories[seq_id]
+        del self.models[seq_id]
         if touched:
-            assert self.scheduler.block_table(seq_id) == held, "freed while the engine or a transport has them"
+            assert self.scheduler.block_table(seq_id) == held, "freed while the engine or a transport uses them"
         else:
             assert self.scheduler.status(seq_id) is None
 
     @rule(data=st.data())
-    def pause(self, data):
-        seq_id = self.pick(data, SequenceStatus.COMPUTING)
-        if seq_id is not None:
-            self.scheduler.pause(seq_id)
-
-    @rule(data=st.data())
-    def resume(self, data):
-        seq_id = self.pick(data, SequenceStatus.PAUSED)
-        if seq_id is not None:
-            self.scheduler.resume(seq_id)
-
-    @rule(data=st.data())
     def pin(self, data):
-        seq_id = self.pick(data, *(set(SequenceStatus) - {SequenceStatus.ENDED, SequenceStatus.WAITING, *AWAY}))
+        seq_id = self.pick(data, *(set(SequenceStatus) - {SequenceStatus.ENDED, SequenceStatus.WAITING, *SWAPPED_OUT}))
         if seq_id is not None:
             self.scheduler.pin(seq_id)
             self.pins[seq_id] = self.pins.get(seq_id, 0) + 1
@@ -282,34 +269,34 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.schedule_once(gate_open)
 
     def schedule_once(self, gate_open: bool = True) -> bool:
-        """Whether something was planned."""
-        rivals = self.those(SequenceStatus.DECODING, *AWAY)
+        """Whether a step was scheduled."""
+        rivals = self.with_status(SequenceStatus.DECODING, *SWAPPED_OUT)
         best = min(
-            rivals, key=lambda i: (self.stories[i].spec.priority, self.stories[i].spec.accepted_at, i), default=None
+            rivals, key=lambda i: (self.models[i].spec.priority, self.models[i].spec.accepted_at, i), default=None
         )
-        plan, events = self.scheduler.schedule(self.now, lambda _: gate_open)
-        assert Preempted(best or 0) not in events, "the oldest of the best class was given back"
-        self.tell(events)
-        if plan is not None:
-            assert sum(len(part.token_ids) for part in plan.scheduled) <= self.config.max_step_tokens
-            self.in_flight.append(plan)
+        batch, events = self.scheduler.schedule(self.now, lambda _: gate_open)
+        assert Preempted(best or 0) not in events, "the oldest sequence of the best class was preempted"
+        self.check_events(events)
+        if batch is not None:
+            assert sum(len(part.token_ids) for part in batch.scheduled) <= self.config.max_step_tokens
+            self.in_flight.append(batch)
         assert len(self.in_flight) <= self.config.max_steps_in_flight
-        return plan is not None
+        return batch is not None
 
     @precondition(lambda self: self.in_flight)
     @rule(data=st.data())
     def finish_step(self, data):
-        plan = self.in_flight[0]
-        parts = [part.seq_id for part in plan.scheduled]
+        batch = self.in_flight[0]
+        parts = [part.seq_id for part in batch.scheduled]
         may_fail = parts and data.draw(st.integers(0, 5)) == 0
         self.finish_once({data.draw(st.sampled_from(parts)): "not a number"} if may_fail else {})
 
     @rule(count=st.integers(2, 6))
-    def go_on(self, count):
-        """Several steps in a row: far enough for sequences to outgrow the blocks."""
-        self.go_on_for(count)
+    def run_several(self, count):
+        """Several steps in a row: enough for sequences to outgrow the blocks."""
+        self.run_steps(count)
 
-    def go_on_for(self, count: int) -> None:
+    def run_steps(self, count: int) -> None:
         for _ in range(count):
             while self.schedule_once():
                 pass
@@ -318,10 +305,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def finish_once(self, failed: dict[int, str]) -> None:
         self.now += 0.5
-        expected = {seq_id for seq_id in failed if seq_id in self.stories}
+        expected = {seq_id for seq_id in failed if seq_id in self.models}
         events = self.node.finish(self.in_flight.pop(0), self.now, failed)
         assert {event.seq_id for event in events if isinstance(event, Failed)} == expected
-        self.tell(events)
+        self.check_events(events)
 
     @invariant()
     def holds(self):
@@ -329,9 +316,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.check_invariants()
         load = self.scheduler.load()
-        assert load.waiting_requests == len(self.those(SequenceStatus.WAITING)) == self.scheduler.num_waiting
+        assert load.waiting_requests == len(self.with_status(SequenceStatus.WAITING)) == self.scheduler.num_waiting
         assert load.free_blocks == self.node.pool.num_free
-        assert all(self.scheduler.status(seq_id) not in (None, SequenceStatus.ENDED) for seq_id in self.stories)
+        assert all(self.scheduler.status(seq_id) not in (None, SequenceStatus.ENDED) for seq_id in self.models)
 
     # --- the end ---
 
@@ -341,48 +328,46 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq_id in [seq_id for seq_id, count in self.pins.items() for _ in range(count)]:
             self.unpin_one(seq_id)
         for _ in range(600):
-            for seq_id in self.those(SequenceStatus.PREFILLED, SequenceStatus.RESERVED, SequenceStatus.COMMITTED):
+            for seq_id in self.with_status(SequenceStatus.PREFILLED, SequenceStatus.RESERVED, SequenceStatus.COMMITTED):
                 self.scheduler.release(seq_id)
-                del self.stories[seq_id]
-            for seq_id in self.those(SequenceStatus.PAUSED):
-                self.scheduler.resume(seq_id)
+                del self.models[seq_id]
             self.schedule_once()
             while self.in_flight:
                 self.finish_once({})
-            if not self.stories:
+            if not self.models:
                 break
-        assert not self.stories, "something never came to its end"
+        assert not self.models, "a sequence never ended"
         assert self.scheduler.is_quiescent()
         assert not self.scheduler.work_waiting
         self.scheduler.check_invariants()
-        self.runner_forgets()
+        self.check_runner_forgets()
 
-    def runner_forgets(self) -> None:
-        """With the next plan the runner hears of every end it has not heard of."""
+    def check_runner_forgets(self) -> None:
+        """The next batch announces all remaining ends to the runner."""
         last = self.scheduler.add(make_spec([9], max_new_tokens=1), self.now)
-        plan = self.node.step(self.now)
-        assert plan is not None
+        batch = self.node.step(self.now)
+        assert batch is not None
         assert set(self.node.runner.known) == {last}
         assert self.scheduler.is_quiescent()
 
 
-class CrowdMachine(SchedulerMachine):
-    """Begins with as many long sequences as may run: they outgrow the blocks unless something ends them before."""
+class OverloadMachine(SchedulerMachine):
+    """Starts with as many long sequences as may run: they outgrow the blocks unless they are ended earlier."""
 
     @initialize(
-        config=CROWD_CONFIGS,
+        config=OVERLOAD_CONFIGS,
         num_host_blocks=st.sampled_from([0, 5, 12]),
-        crowd=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=3, max_size=4),
+        load=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=3, max_size=4),
     )
-    def start(self, config, num_host_blocks, crowd):
+    def start(self, config, num_host_blocks, load):
         self.begin(config, num_host_blocks)
-        for number, (priority, length) in enumerate(crowd):
+        for number, (priority, length) in enumerate(load):
             prompt = [20 + number] * length
             self.add_one(make_spec(prompt, priority=priority, max_new_tokens=12, ignore_eos=True))
-        self.go_on_for(5)
+        self.run_steps(5)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40)
-TestCrowdMachine = CrowdMachine.TestCase
-TestCrowdMachine.settings = settings(max_examples=120, stateful_step_count=20)
+TestOverloadMachine = OverloadMachine.TestCase
+TestOverloadMachine.settings = settings(max_examples=120, stateful_step_count=20)

@@ -1,20 +1,18 @@
-"""The waiting queue against a sorted list, and the promise that nobody starves."""
+"""WaitingQueue against a sorted list, and its guarantee that no entry starves."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.common.scheduling.waiting_queue import (
-    WaitingQueue,
-    effective_class,
-)
+from kvferry.common.scheduling.waiting_queue import WaitingQueue, effective_class
+from tests.support.scheduling import pop
 
 AGING_S = 10.0
 TIMES = st.floats(0, 200, allow_nan=False)
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), TIMES, st.booleans()), max_size=60), st.floats(200, 400))
-def test_the_order_is_that_of_a_sort(entries, now):
+def test_order_is_that_of_a_sort(entries, now):
     queue = WaitingQueue(AGING_S)
     for key, (priority, accepted_at, _) in enumerate(entries):
         queue.push(key, priority, accepted_at, 1)
@@ -27,24 +25,24 @@ def test_the_order_is_that_of_a_sort(entries, now):
         if not removed
     )
     queue.check_invariants()
-    assert [queue.pop(now) for _ in expected] == [key for _, _, key in expected]
-    assert queue.pop(now) is None
+    assert [pop(queue, now) for _ in expected] == [key for _, _, key in expected]
+    assert pop(queue, now) is None
 
 
 @pytest.mark.rule(17)
 @given(st.integers(2, 5), st.integers(1, 3), st.floats(0.25, 3.0))
-def test_a_flood_of_the_best_class_starves_nobody(priority, per_tick, tick_s):
-    """One pop a tick, at least one new class 1 entry a tick: the old one leaves within the bound."""
+def test_a_flood_of_the_best_class_starves_no_entry(priority, per_tick, tick_s):
+    """One pop and at least one new class 1 entry per tick: the old entry is served within the bound."""
     queue = WaitingQueue(AGING_S)
     queue.push(0, priority, 0.0, 1)
-    # Only what was accepted before this may be served before it.
+    # Only entries accepted before this bound may be served before it.
     rivals = ((priority - 1) * AGING_S / tick_s + 1) * per_tick
     now, key, popped, served_before = 0.0, 0, None, 0
     while popped != 0:
         for _ in range(per_tick):
             key += 1
             queue.push(key, 1, now, 1)
-        popped = queue.pop(now)
+        popped = pop(queue, now)
         served_before += 1
         assert served_before <= rivals + 1
         now += tick_s
@@ -52,8 +50,8 @@ def test_a_flood_of_the_best_class_starves_nobody(priority, per_tick, tick_s):
 
 
 @given(st.integers(1, 5), st.integers(1, 5), TIMES, TIMES, st.floats(0, 1000))
-def test_whoever_came_long_enough_before_stands_before(mine, other, accepted_at, gap, waited):
-    """Age beats class after (class distance) * aging_s, at whatever time one looks."""
+def test_an_entry_that_is_old_enough_is_first(mine, other, accepted_at, gap, waited):
+    """Age outranks class after (class distance) * aging_s, at any time of the peek."""
     queue = WaitingQueue(AGING_S)
     later = accepted_at + max(0, mine - other) * AGING_S + gap + 0.001
     queue.push(1, mine, accepted_at, 1)

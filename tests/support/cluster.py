@@ -24,7 +24,7 @@ from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.cluster.node_role import MakeRoles
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
-from kvferry.common.config.schema import NODE_KINDS, KvTransport, NodeKind, RouterConfig
+from kvferry.common.config.schema import NODE_KINDS, KvTransportName, NodeKind, RouterConfig
 from kvferry.common.device.base import Device
 from kvferry.common.engine.kv_cache import bytes_per_token
 from kvferry.common.models.load import LoadedModel
@@ -76,7 +76,7 @@ class ClusterOptions:
     """Without effect where the device has no graphs."""
     prefix_cache: bool = True
     checksum: bool = True
-    kv_transports: tuple[KvTransport, ...] = ("zmq",)
+    kv_transports: tuple[KvTransportName, ...] = ("zmq",)
     timers: Timers = PATIENT
     limits: Limits = field(default_factory=Limits)
     keys: bool = False

@@ -1,15 +1,11 @@
-"""A KV cache in plain memory, for tests of movers: every byte can be looked at, and a write can be held up."""
+"""A KV cache in plain memory for tests of movers: bytes are inspectable, and reads and writes can be delayed."""
 
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.protocol.messages import Piece
 
@@ -26,16 +22,16 @@ class MemoryCache:
         self.writes = 0
 
     def fill(self, seed: int) -> "MemoryCache":
-        """Random bytes everywhere."""
+        """Fill all blocks with random bytes."""
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.bytes.shape, np.uint8)
         return self
 
     def num_bytes(self, layers: int, tokens: int) -> int:
-        """Of a piece."""
+        """Size of a piece."""
         return layers * tokens * self.token_bytes
 
     def rows(self, block_table: Sequence[int], start: int, end: int) -> list[int]:
-        """Where the positions lie."""
+        """Row of each position in `bytes`."""
         size = self.block_size
         if not 0 <= start < end <= len(block_table) * size:
             raise ValueError(f"tokens {start} to {end} of {len(block_table)} blocks")
@@ -69,7 +65,7 @@ class MemoryCache:
 
 
 class Posted:
-    """Collects a mover's events, from whatever thread."""
+    """Collects a mover's events. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,24 +76,22 @@ class Posted:
             self._events.append(event)
 
     def all(self) -> list[KvEvent]:
-        """So far."""
         with self._lock:
             return list(self._events)
 
     def of(self, *kinds: type) -> list[KvEvent]:
-        """Those of some kinds, so far."""
+        """Events of the given types."""
         return [event for event in self.all() if isinstance(event, kinds)]
 
 
 def key_between(prefill: Incarnation, decode: Incarnation, number: int = 1) -> TransferKey:
-    """A transfer key."""
     return TransferKey(RequestId(f"{number:032x}"), 1, 1, prefill, decode)
 
 
 def piece_of(
     cache: MemoryCache, key: TransferKey, number: int = 0, *, layers: tuple[int, int], tokens: tuple[int, int]
 ) -> Piece:
-    """A piece without data whose length is right."""
+    """A piece without data, of the right length."""
     return Piece(
         key=key,
         number=number,

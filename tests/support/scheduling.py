@@ -1,7 +1,8 @@
-"""A scheduler with a model runner that computes nothing but remembers what was written into which cache slot.
+"""A scheduler with a fake model runner, which records the token id written to each cache slot.
 
-Every step is checked against the contract of `common.scheduling.step`: announcements, positions, and that the slots
-below a chunk hold exactly the ids of its sequence. A block that was shared wrongly or freed too early shows there.
+The runner checks every step against the contract of `common.scheduling.step`: announcements, positions, and that the
+slots below a chunk hold exactly the ids of its sequence. That detects blocks that were shared wrongly or freed too
+early.
 """
 
 from array import array
@@ -17,17 +18,17 @@ from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import Mode, SchedulerConfig, SequenceSpec
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
+from kvferry.common.scheduling.waiting_queue import WaitingQueue
 
 VOCAB = 40
 
 
 def ids(values: Iterable[int]) -> "array[int]":
-    """Token ids."""
     return array("I", values)
 
 
 def next_token(token_ids: "array[int]") -> int:
-    """What the fake model draws: depends on all ids before it and on nothing else."""
+    """The token that the fake model samples: a function of all ids before it."""
     return crc32(token_ids.tobytes()) % VOCAB
 
 
@@ -43,7 +44,7 @@ def make_spec(
     ignore_eos: bool = False,
     stop_token_ids: tuple[int, ...] = (),
 ) -> SequenceSpec:
-    """A spec; a number as prompt means that many distinct ids."""
+    """A spec. An int as `prompt` means that many distinct ids."""
     prompt_ids = ids(range(1000, 1000 + prompt) if isinstance(prompt, int) else prompt)
     return SequenceSpec(
         token_ids=prompt_ids + ids(outputs),
@@ -56,8 +57,16 @@ def make_spec(
     )
 
 
+def pop(queue: WaitingQueue, now: float) -> int | None:
+    """Remove and return the first key; None when the queue is empty."""
+    key = queue.peek(now)
+    if key is not None:
+        queue.remove(key)
+    return key
+
+
 class FakeRunner:
-    """Cache slots as a dict; sequences as the runner knows them from `new` and `finished`."""
+    """Cache slots as a dict; live sequences as announced by `new` and `finished`."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -65,45 +74,45 @@ class FakeRunner:
         self.host_slots: dict[int, int] = {}
         self.known: dict[int, array[int]] = {}
         self.ever_known: set[int] = set()
-        self.drawn = TokensInFlight()
+        self.tokens_in_flight = TokensInFlight()
 
     def slot(self, table: tuple[int, ...], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int]) -> None:
-        """As the kernels do, or a transport."""
+        """Write ids to the slots of positions start, start + 1, ..., as a kernel or a transport does."""
         for position, token_id in enumerate(token_ids, start):
             self.slots[self.slot(table, position)] = token_id
 
     def read(self, table: tuple[int, ...], end: int) -> "array[int]":
         return ids(self.slots[self.slot(table, position)] for position in range(end))
 
-    def run(self, plan: StepBatch) -> StepResult:
-        """Compute a step as if all of it happened now."""
-        plan = self.drawn.fill(plan)
-        self._copy(plan)
-        for seq_id in plan.finished:
+    def run(self, batch: StepBatch) -> StepResult:
+        """Copy and compute a whole step now."""
+        batch = self.tokens_in_flight.fill(batch)
+        self._copy(batch)
+        for seq_id in batch.finished:
             del self.known[seq_id]
-        for new in plan.new:
+        for new in batch.new:
             assert new.seq_id not in self.ever_known, "announced twice"
             self.ever_known.add(new.seq_id)
             self.known[new.seq_id] = array("I", new.token_ids)
         result = StepResult(
-            plan.step_id, {part.seq_id: self._draw(part) for part in plan.scheduled if self._compute(part)}
+            batch.step_id, {part.seq_id: self._sample(part) for part in batch.scheduled if self._compute(part)}
         )
-        self.drawn.note(result)
+        self.tokens_in_flight.note(result)
         return result
 
-    def _copy(self, plan: StepBatch) -> None:
-        for copies in plan.swap_out:
+    def _copy(self, batch: StepBatch) -> None:
+        for copies in batch.swap_out:
             self._copy_blocks(self.slots, copies.device_blocks, self.host_slots, copies.host_blocks)
-        for copies in plan.swap_in:
+        for copies in batch.swap_in:
             self._copy_blocks(self.host_slots, copies.host_blocks, self.slots, copies.device_blocks)
 
     def _copy_blocks(
         self, source: dict[int, int], blocks: tuple[int, ...], target: dict[int, int], to: tuple[int, ...]
     ) -> None:
-        """Whole blocks, whatever is in them; 0 stands for what nobody wrote."""
+        """Copy whole blocks; 0 stands for an unwritten slot."""
         for block, other in zip(blocks, to, strict=True):
             for offset in range(self.block_size):
                 target[other * self.block_size + offset] = source.get(block * self.block_size + offset, 0)
@@ -120,14 +129,14 @@ class FakeRunner:
         assert part.seed_position == (end if part.sample else -1)
         return part.sample
 
-    def _draw(self, part: ScheduledSequence) -> int:
+    def _sample(self, part: ScheduledSequence) -> int:
         known = self.known[part.seq_id]
         known.append(next_token(known))
         return known[-1]
 
 
 class FakeNode:
-    """Pools, scheduler and runner; `step` goes once around, with all invariants checked."""
+    """Pools, scheduler and runner; `step` schedules, runs and applies one step and checks all invariants."""
 
     def __init__(
         self,
@@ -138,24 +147,24 @@ class FakeNode:
         num_host_blocks: int = 0,
         step_s: float = 0.0,
     ) -> None:
-        """step_s: how long each step says that it took."""
+        """step_s: the duration that each step reports."""
         self.pool = BlockPool(num_blocks, block_size, "fake")
         self.host = HostPool(num_host_blocks)
         self.scheduler = Scheduler(config or SchedulerConfig(max_running=16), self.pool, self.host)
         self.runner = FakeRunner(block_size)
         self.step_s = step_s
         self.events: list[SchedulerEvent] = []
-        """All so far."""
+        """All events so far."""
 
     def schedule(self, now: float = 0.0, may_start: Callable[[SequenceSpec], bool] | None = None) -> StepBatch | None:
-        plan, events = self.scheduler.schedule(now, may_start)
+        batch, events = self.scheduler.schedule(now, may_start)
         self.events += events
         self.scheduler.check_invariants()
-        return plan
+        return batch
 
-    def finish(self, plan: StepBatch, now: float = 0.0, failed: dict[int, str] | None = None) -> list[SchedulerEvent]:
-        """Run the step and hand its result in."""
-        result = self.runner.run(plan)
+    def finish(self, batch: StepBatch, now: float = 0.0, failed: dict[int, str] | None = None) -> list[SchedulerEvent]:
+        """Run the step and apply its result."""
+        result = self.runner.run(batch)
         for seq_id in failed or {}:
             result.sampled.pop(seq_id, None)
         events = self.scheduler.apply(StepResult(result.step_id, result.sampled, failed or {}, self.step_s), now)
@@ -164,22 +173,22 @@ class FakeNode:
         return events
 
     def step(self, now: float = 0.0, may_start: Callable[[SequenceSpec], bool] | None = None) -> StepBatch | None:
-        plan = self.schedule(now, may_start)
-        if plan is not None:
-            self.finish(plan, now)
-        return plan
+        batch = self.schedule(now, may_start)
+        if batch is not None:
+            self.finish(batch, now)
+        return batch
 
     def run(self, max_steps: int = 1000) -> int:
-        """Steps until nothing runs; returns how many."""
+        """Run steps until none is scheduled; returns their number."""
         for count in range(max_steps):
             if self.step() is None:
                 return count
         raise AssertionError(f"still running after {max_steps} steps")
 
     def of(self, seq_id: int, *kinds: type[SchedulerEvent]) -> list[Any]:
-        """Events of one sequence, of some kinds."""
+        """Events of one sequence, optionally of some types only."""
         return [e for e in self.events if e.seq_id == seq_id and (not kinds or isinstance(e, kinds))]
 
     def receive(self, seq_id: int, spec: SequenceSpec, start: int, end: int) -> None:
-        """KV from another node lands in a reservation's blocks."""
+        """Write KV from another node into a reservation's blocks."""
         self.runner.write(self.scheduler.block_table(seq_id), start, spec.token_ids[start:end])

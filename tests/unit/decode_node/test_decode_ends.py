@@ -357,7 +357,7 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
     fill(bench)
     for now in (0.4, 0.5, 0.6)[:steps]:
         assert said(step(bench, now), Gone) == []
-    plan = bench.role.context.scheduler.schedule(0.6).plan if steps == 2 else None
+    plan = bench.role.context.scheduler.schedule(0.6).batch if steps == 2 else None
     entry = bench.role.entries.by_key[bench.key(request=OTHERS[1])]
     assert entry.seq_id is not None
     assert bench.role.context.scheduler.status(entry.seq_id) is (

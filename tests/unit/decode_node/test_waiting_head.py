@@ -94,7 +94,7 @@ def test_blocks_of_a_step_in_flight_make_room_when_it_is_back():
     bench = make_bench(num_blocks=3)
     run(bench)
     wait(bench)
-    plan = bench.role.context.scheduler.schedule(0.4).plan
+    plan = bench.role.context.scheduler.schedule(0.4).batch
     assert plan is not None
     assert granted(cancel(bench, 0.4)) == []
     bench.role.context.scheduler.apply(StepResult(plan.step_id, {part.seq_id: 7 for part in plan.scheduled}), 0.5)
@@ -106,7 +106,7 @@ def test_the_watermark_makes_room_when_nothing_decodes_any_more():
     bench = make_bench(num_blocks=5, config=SchedulerConfig(watermark_blocks_share=0.4))
     run(bench)
     wait(bench)
-    assert bench.role.context.scheduler.schedule(0.4).plan is not None
+    assert bench.role.context.scheduler.schedule(0.4).batch is not None
     actions = cancel(bench, 0.4)
     assert bench.pool.num_releases == 0
     assert granted(actions) == [HEAD]

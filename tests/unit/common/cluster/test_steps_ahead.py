@@ -18,14 +18,14 @@ def running(**options) -> PrefillBench:
 
 
 def ahead(bench: PrefillBench) -> list[list[bool]]:
-    return [[part.after_draw for part in plan.scheduled] for plan in bench.steps]
+    return [[part.is_placeholder for part in plan.scheduled] for plan in bench.steps]
 
 
 def test_two_steps_are_given_and_one_more_with_each_that_is_done():
     bench = running()
     assert ahead(bench) == [[False], [True]]
     given = [action.plan for action in bench.step(0.3) if isinstance(action, RunStep)]
-    assert [[part.after_draw for part in plan.scheduled] for plan in given] == [[True]]
+    assert [[part.is_placeholder for part in plan.scheduled] for plan in given] == [[True]]
     assert ahead(bench) == [[True], [True]]
 
 

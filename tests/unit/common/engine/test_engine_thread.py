@@ -23,7 +23,7 @@ from tests.support.eventually import PATIENCE_S
 
 
 def part(token_id: int, position: int, *, ahead: bool = False) -> ScheduledSequence:
-    return ScheduledSequence(7, array("I", [token_id]), position, (0, 1), True, position + 1, after_draw=ahead)
+    return ScheduledSequence(7, array("I", [token_id]), position, (0, 1), True, position + 1, is_placeholder=ahead)
 
 
 class CountingRunner:

@@ -122,7 +122,7 @@ def serve(
         ids = array("I", prompt)
         spec = SequenceSpec(token_ids=ids, num_prompt_tokens=len(ids), sampling=sampling, priority=3, accepted_at=0.0)
         tokens[scheduler.add(spec, 0.0)] = []
-    while (plan := scheduler.schedule(0.0).plan) is not None:
+    while (plan := scheduler.schedule(0.0).batch) is not None:
         for event in scheduler.apply(runner.execute(plan), 0.0):
             if isinstance(event, Sampled):
                 tokens[event.seq_id].append(event.token_id)

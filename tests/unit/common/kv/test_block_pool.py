@@ -1,4 +1,4 @@
-"""The block pool, rule by rule. The whole against a plain model: tests/property/test_kv_block_pool_machine.py."""
+"""BlockPool, rule by rule. tests/property/test_kv_block_pool_machine.py compares it with a model."""
 
 import pytest
 
@@ -18,14 +18,14 @@ def pool():
 
 
 def fill(pool: BlockPool, holder: int, prompt: "list[int]") -> tuple[int, ...]:
-    """Acquire, compute all, publish."""
+    """Acquire blocks and publish all of them."""
     table = pool.acquire(holder, ids(prompt), max_cached_tokens=len(prompt))
     assert table is not None
     pool.publish(holder, ids(prompt), len(prompt))
     return table.block_ids
 
 
-def test_a_fresh_table_covers_the_tokens_with_neighbouring_blocks(pool):
+def test_a_new_table_covers_the_tokens_with_adjacent_blocks(pool):
     table = pool.acquire(1, ids(range(9)), max_cached_tokens=8)
     assert table is not None
     assert table.block_ids == (0, 1, 2)
@@ -43,7 +43,7 @@ def test_acquire_is_all_or_nothing(pool):
     assert pool.acquire(2, ids(range(100, 112)), max_cached_tokens=0) is not None
 
 
-def test_extra_tokens_and_keep_free_count(pool):
+def test_acquire_respects_extra_tokens_and_keep_free(pool):
     assert pool.acquire(1, ids(range(8)), max_cached_tokens=0, extra_tokens=1, keep_free=6) is None
     table = pool.acquire(1, ids(range(8)), max_cached_tokens=0, extra_tokens=1, keep_free=5)
     assert table is not None
@@ -70,7 +70,7 @@ def test_hits_are_whole_blocks_within_the_limit(pool, max_cached, expected):
     assert table.num_cached_tokens == expected
 
 
-def test_a_released_prefix_is_revived_with_its_blocks(pool):
+def test_a_released_prefix_is_found_with_its_blocks(pool):
     first = fill(pool, 1, list(range(8)))
     pool.release(1)
     assert (pool.num_free, pool.num_held) == (8, 0)
@@ -80,16 +80,16 @@ def test_a_released_prefix_is_revived_with_its_blocks(pool):
     assert again.num_cached_tokens == 8
 
 
-def test_reviving_cached_blocks_uses_up_free_ones(pool):
+def test_cached_blocks_count_as_free_until_they_are_held(pool):
     fill(pool, 1, list(range(8)))
     pool.release(1)
-    fill(pool, 2, list(range(100, 124)))  # all that is left beside the two cached blocks
+    fill(pool, 2, list(range(100, 124)))  # all blocks but the two cached ones
     assert pool.num_free == 2
     assert pool.acquire(3, ids(range(12)), max_cached_tokens=8) is None
     assert pool.acquire(3, ids(range(8)), max_cached_tokens=8) is not None
 
 
-def test_unpublished_blocks_are_free_at_once_and_not_found(pool):
+def test_unpublished_blocks_are_freed_by_release_and_not_found(pool):
     pool.acquire(1, ids(range(8)), max_cached_tokens=0)
     pool.publish(1, ids(range(8)), 5)
     pool.release(1)
@@ -98,7 +98,7 @@ def test_unpublished_blocks_are_free_at_once_and_not_found(pool):
     assert table.num_cached_tokens == 4
 
 
-def test_the_least_recently_released_is_evicted_tail_first(pool):
+def test_the_least_recently_released_prefix_is_evicted_tail_first(pool):
     fill(pool, 1, list(range(8)))
     fill(pool, 2, list(range(100, 108)))
     pool.release(2)
@@ -111,7 +111,7 @@ def test_the_least_recently_released_is_evicted_tail_first(pool):
     pool.release(4)
     older = pool.acquire(5, ids(range(100, 108)), max_cached_tokens=8)
     assert older is not None
-    assert older.num_cached_tokens == 4, "the tail of the older prefix went, its head is there"
+    assert older.num_cached_tokens == 4, "the tail of the older prefix was evicted, its head was not"
 
 
 def test_equal_content_computed_twice_is_published_once(pool):
@@ -128,18 +128,18 @@ def test_equal_content_computed_twice_is_published_once(pool):
     assert c.block_ids == a.block_ids
 
 
-def test_publishing_again_or_less_changes_nothing(pool):
+def test_publishing_the_same_or_fewer_tokens_changes_nothing(pool):
     fill(pool, 1, list(range(8)))
     pool.publish(1, ids(range(8)), 8)
     pool.publish(1, ids(range(8)), 3)
     assert pool.num_published_tokens(1) == 8
 
 
-def test_more_than_there_is_cannot_be_published(pool):
+def test_publishing_more_tokens_than_held_raises(pool):
     pool.acquire(1, ids(range(8)), max_cached_tokens=0)
-    with pytest.raises(InvariantError, match="more than it has"):
+    with pytest.raises(InvariantError, match="but has fewer"):
         pool.publish(1, ids(range(8)), 9)
-    with pytest.raises(InvariantError, match="more than it has"):
+    with pytest.raises(InvariantError, match="but has fewer"):
         pool.publish(1, ids(range(12)), 9)
 
 
@@ -150,10 +150,10 @@ def test_other_ids_or_another_model_never_hit(pool):
     assert other.num_cached_tokens == 4
     shifted = pool.acquire(3, ids(range(4, 8)), max_cached_tokens=4)
     assert shifted is not None
-    assert shifted.num_cached_tokens == 0, "the same ids after another prefix are other KV"
+    assert shifted.num_cached_tokens == 0, "the same ids after another prefix have different KV"
 
 
-def test_a_hash_alone_is_no_hit():
+def test_an_equal_hash_of_other_content_is_no_hit():
     cache = PrefixCache()
     assert cache.insert(0, Content(b"digest", b"parent", b"ids"))
     assert cache.find(Content(b"digest", b"parent", b"ids")) == 0
@@ -174,11 +174,11 @@ def test_grow_is_all_or_nothing(pool):
     assert len(pool.table(1)) == 3
     assert pool.grow(1, 32)
     assert pool.num_free == 0
-    assert pool.grow(1, 5), "never shrinks"
+    assert pool.grow(1, 5), "a table never shrinks"
     assert len(pool.table(1)) == 8
 
 
-def test_transfer_moves_the_table_and_what_is_final(pool):
+def test_transfer_moves_the_table_and_its_published_tokens(pool):
     table = fill(pool, 1, list(range(8)))
     pool.transfer(1, 2)
     assert not pool.holds(1)
@@ -189,13 +189,13 @@ def test_transfer_moves_the_table_and_what_is_final(pool):
         pool.transfer(2, 3)
 
 
-def test_bad_content_is_forgotten_unless_somebody_else_holds_it(pool):
+def test_invalid_content_leaves_the_cache_unless_it_has_another_holder(pool):
     fill(pool, 1, list(range(8)))
     shared = pool.acquire(2, ids(range(4)), max_cached_tokens=4)
     assert shared is not None
-    pool.distrust(1)
+    pool.invalidate(1)
     pool.check_invariants()
-    assert not pool.is_writable(1, 4, 8), "forgotten, but final for its holder all the same"
+    assert not pool.is_writable(1, 4, 8), "not cached, but still final for its holder"
     pool.release(1)
     third = pool.acquire(3, ids(range(8)), max_cached_tokens=8)
     assert third is not None
@@ -203,7 +203,7 @@ def test_bad_content_is_forgotten_unless_somebody_else_holds_it(pool):
 
 
 @pytest.mark.rule(5)
-def test_only_a_single_holder_may_write_and_only_what_is_not_final(pool):
+def test_only_a_single_holder_may_write_and_only_unpublished_positions(pool):
     pool.acquire(1, ids(range(8)), max_cached_tokens=0)
     assert pool.is_writable(1, 0, 8)
     assert not pool.is_writable(1, 4, 9), "not covered"
@@ -215,7 +215,7 @@ def test_only_a_single_holder_may_write_and_only_what_is_not_final(pool):
     assert pool.is_writable(2, 4, 8)
 
 
-def test_without_prefix_caching_nothing_is_ever_shared():
+def test_without_prefix_caching_no_block_is_shared():
     pool = BlockPool(8, SIZE, "m", prefix_caching=False)
     fill(pool, 1, list(range(8)))
     table = pool.acquire(2, ids(range(8)), max_cached_tokens=8)
@@ -240,14 +240,14 @@ def test_a_second_release_or_an_unknown_holder_raises(pool, call):
         call(pool)
 
 
-def test_a_holder_acquires_once(pool):
+def test_a_holder_cannot_acquire_twice(pool):
     fill(pool, 1, [1])
     with pytest.raises(InvariantError, match="already"):
         pool.acquire(1, ids([1]), max_cached_tokens=0)
 
 
 def test_a_pool_without_blocks_is_refused():
-    with pytest.raises(InvariantError, match="needs blocks"):
+    with pytest.raises(InvariantError, match="at least one block"):
         BlockPool(0, 16, "m")
 
 
@@ -300,7 +300,7 @@ def break_published_not_final(pool):
 @pytest.mark.parametrize(
     "damage", [value for name, value in list(globals().items()) if name.startswith("break_")], ids=lambda f: f.__name__
 )
-def test_check_invariants_sees_every_kind_of_damage(damage):
+def test_check_invariants_detects_all_kinds_of_damage(damage):
     pool = BlockPool(8, SIZE, "m")
     fill(pool, 1, list(range(8)))
     fill(pool, 2, list(range(8)))

@@ -1,4 +1,4 @@
-"""Which pieces may be written, and that nothing is after `forget`."""
+"""Expectations: which pieces are written, and that none is after `forget`."""
 
 import threading
 import zlib
@@ -33,7 +33,7 @@ def write(expectations: Expectations, piece: Piece) -> tuple[Verdict, str]:
     return expectations.write(piece, data_for(piece)[: piece.num_bytes])
 
 
-def test_an_expected_piece_lands_in_its_blocks(cache: MemoryCache):
+def test_an_expected_piece_is_written_to_its_blocks(cache: MemoryCache):
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
     piece = piece_of(cache, KEY, layers=(1, 3), tokens=(2, 6))
@@ -43,7 +43,7 @@ def test_an_expected_piece_lands_in_its_blocks(cache: MemoryCache):
     assert not cache.bytes.any()
 
 
-def test_what_nobody_expects_touches_nothing(cache: MemoryCache):
+def test_an_unexpected_piece_writes_nothing(cache: MemoryCache):
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
     assert write(expectations, piece_of(cache, OTHER, layers=(0, 1), tokens=(0, 1))) == (Verdict.UNKNOWN, "")
@@ -59,9 +59,9 @@ def test_what_nobody_expects_touches_nothing(cache: MemoryCache):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"num_bytes": 63}, "64 bytes came, 63 were announced"),
+        ({"num_bytes": 63}, "64 bytes arrived, 63 were announced"),
         ({"checksum": 1}, "checksum"),
-        ({"token_start": 2, "token_end": 4}, "below 4, the first one asked for"),
+        ({"token_start": 2, "token_end": 4}, "below 4, the first requested one"),
         ({"token_start": -1}, "below 4"),
         ({"number": -1}, "number -1"),
         ({"token_start": 8, "token_end": 10}, "tokens 8 to 10"),
@@ -82,7 +82,7 @@ def test_a_bad_piece_writes_nothing(cache: MemoryCache, change: dict[str, int], 
     assert write(expectations, right)[0] is Verdict.WRITTEN
 
 
-def test_a_right_checksum_is_accepted(cache: MemoryCache):
+def test_a_correct_checksum_is_accepted(cache: MemoryCache):
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
     piece = piece_of(cache, KEY, layers=(0, 1), tokens=(0, 1))
@@ -90,7 +90,7 @@ def test_a_right_checksum_is_accepted(cache: MemoryCache):
     assert write(expectations, msgspec.structs.replace(piece, checksum=crc))[0] is Verdict.WRITTEN
 
 
-def test_a_key_is_expected_once(cache: MemoryCache):
+def test_a_key_cannot_be_expected_twice(cache: MemoryCache):
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
     with pytest.raises(InvariantError):
@@ -98,14 +98,14 @@ def test_a_key_is_expected_once(cache: MemoryCache):
 
 
 @pytest.mark.rule(26)
-def test_forget_waits_for_the_write_under_way_and_lets_no_later_one_through(cache: MemoryCache):
+def test_forget_waits_for_a_write_in_progress_and_prevents_later_ones(cache: MemoryCache):
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
-    in_write, go_on, forgotten = threading.Event(), threading.Event(), threading.Event()
+    in_write, resume, forgotten = threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:
         in_write.set()
-        assert go_on.wait(DEADLINE_S)
+        assert resume.wait(DEADLINE_S)
         assert not forgotten.is_set()
 
     cache.before_write = hold
@@ -121,10 +121,10 @@ def test_forget_waits_for_the_write_under_way_and_lets_no_later_one_through(cach
     writer.start()
     assert in_write.wait(DEADLINE_S)
     forgetter.start()
-    # Another key's expectation is not held up by this write.
+    # This write does not block the calls for another key.
     expectations.expect(OTHER, TABLE, 0)
     expectations.forget(OTHER)
-    go_on.set()
+    resume.set()
     writer.join()
     forgetter.join()
     assert verdicts == [Verdict.WRITTEN]
@@ -133,10 +133,10 @@ def test_forget_waits_for_the_write_under_way_and_lets_no_later_one_through(cach
 
 
 @pytest.mark.rule(26)
-def test_a_write_that_has_found_its_key_before_forget_writes_nothing_after_it(
+def test_a_write_that_found_its_key_before_forget_writes_nothing_after_it(
     cache: MemoryCache, monkeypatch: pytest.MonkeyPatch
 ):
-    """The moment between finding the key and taking its lock, which threads alone meet once in a long while."""
+    """The gap between finding the key and taking its lock, which real threads rarely hit."""
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
     check = module._fault
@@ -150,8 +150,8 @@ def test_a_write_that_has_found_its_key_before_forget_writes_nothing_after_it(
     assert cache.writes == 0
 
 
-def test_no_write_follows_forget_whatever_the_threads_do(cache: MemoryCache):
-    """A writer that never stops, against many rounds of expect and forget."""
+def test_no_write_follows_forget_with_concurrent_threads(cache: MemoryCache):
+    """A writer in a loop, against many rounds of expect and forget."""
     expectations = Expectations(cache)
     piece = piece_of(cache, KEY, layers=(0, 1), tokens=(0, 1))
     stop = threading.Event()

@@ -1,4 +1,4 @@
-"""Staging slots in shared memory: who reaches them, how a life is refused, and that nothing of them is left."""
+"""Staging slots in shared memory: mapping, writing, fencing off an incarnation, and cleanup."""
 
 import contextlib
 import errno
@@ -13,25 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.clock import (
-    Clock,
-    ManualClock,
-)
+from kvferry.common.base.clock import Clock, ManualClock
 from kvferry.common.base.errors import ConfigError
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-    PieceSent,
-    SessionClosed,
-)
+from kvferry.common.base.ids import Incarnation, new_incarnation
+from kvferry.common.cluster.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, SessionClosed
 from kvferry.common.config.protocol import Limits
 from kvferry.common.kv_transfer.send_queue import Window
-from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots, host_prefix
+from kvferry.common.kv_transfer.shm import ShmSlotMemory, ShmSlotWriter, host_prefix
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.transport.context import TransportContext
 from tests.support.kv_memory import MemoryCache, Posted, key_between, piece_of
@@ -50,43 +38,43 @@ def _no_descriptor_stays() -> Iterator[None]:
 
 
 @pytest.fixture
-def slots() -> Iterator[ShmSlots]:
-    slots = ShmSlots(4, SLOT_BYTES)
+def slots() -> Iterator[ShmSlotMemory]:
+    slots = ShmSlotMemory(4, SLOT_BYTES)
     yield slots
     slots.close()
     slots.close()
 
 
 @pytest.fixture
-def reach() -> Iterator[ShmReach]:
-    reach = ShmReach(WRITER)
-    yield reach
-    reach.close_all()
+def writer() -> Iterator[ShmSlotWriter]:
+    writer = ShmSlotWriter(WRITER)
+    yield writer
+    writer.close_all()
 
 
-def test_what_is_written_is_there_and_in_no_other_slot(slots: ShmSlots, reach: ShmReach):
-    reach.open(OWNER, slots.open())
-    reach.open(OWNER, "twice")
-    assert reach.fits(OWNER, SLOT_BYTES)
-    reach.write(OWNER, 2, b"kv" * 100)
+def test_a_write_changes_its_slot_only(slots: ShmSlotMemory, writer: ShmSlotWriter):
+    writer.open(OWNER, slots.open())
+    writer.open(OWNER, "twice")
+    assert writer.fits(OWNER, SLOT_BYTES)
+    writer.write(OWNER, 2, b"kv" * 100)
     assert slots.view(2, 200) == b"kv" * 100
     assert not any(bytes(slots.view(slot, SLOT_BYTES)).strip(b"\0") for slot in (0, 1, 3))
 
 
-def test_what_does_not_fit_is_not_written(slots: ShmSlots, reach: ShmReach):
-    reach.open(OWNER, slots.open())
-    assert not reach.fits(OWNER, SLOT_BYTES + 1)
-    assert not reach.fits(OTHER, 1)
+def test_a_write_that_does_not_fit_is_refused(slots: ShmSlotMemory, writer: ShmSlotWriter):
+    writer.open(OWNER, slots.open())
+    assert not writer.fits(OWNER, SLOT_BYTES + 1)
+    assert not writer.fits(OTHER, 1)
     for slot, data in ((4, b"x"), (-1, b"x"), (0, bytes(SLOT_BYTES + 1))):
         with pytest.raises(ValueError, match="slot"):
-            reach.write(OWNER, slot, data)
+            writer.write(OWNER, slot, data)
     for slot, num_bytes in ((4, 1), (-1, 1), (0, SLOT_BYTES + 1)):
         with pytest.raises(ValueError, match="slot"):
             slots.view(slot, num_bytes)
 
 
-def other_token(place: str) -> str:
-    parts = place.split("/")
+def other_token(address: str) -> str:
+    parts = address.split("/")
     parts[-3] = "ab" * 16
     return "/".join(parts)
 
@@ -95,91 +83,91 @@ def other_token(place: str) -> str:
     "broken",
     [
         other_token,
-        lambda place: place.rsplit("/", 1)[0] + f"/{SLOT_BYTES * 2}",
-        lambda place: place.rsplit("/", 1)[0],
-        lambda place: host_prefix() + "999999999/3/00/1/1",
-        lambda place: "shm://elsewhere/1/2/3/4/5",
-        lambda place: "",
+        lambda address: address.rsplit("/", 1)[0] + f"/{SLOT_BYTES * 2}",
+        lambda address: address.rsplit("/", 1)[0],
+        lambda address: host_prefix() + "999999999/3/00/1/1",
+        lambda address: "shm://elsewhere/1/2/3/4/5",
+        lambda address: "",
     ],
 )
-def test_memory_that_is_not_the_one_meant_stays_out_of_reach(slots: ShmSlots, reach: ShmReach, broken):
-    reach.open(OWNER, broken(slots.open()))
-    assert not reach.fits(OWNER, 1)
+def test_an_address_of_other_memory_is_not_mapped(slots: ShmSlotMemory, writer: ShmSlotWriter, broken):
+    writer.open(OWNER, broken(slots.open()))
+    assert not writer.fits(OWNER, 1)
 
 
-def test_a_life_that_maps_the_memory_is_refused_only_when_it_has_let_go_and_then_for_ever(
-    slots: ShmSlots, reach: ShmReach
+def test_an_incarnation_is_fenced_off_only_after_it_unmapped_the_memory_and_then_for_ever(
+    slots: ShmSlotMemory, writer: ShmSlotWriter
 ):
-    place = slots.open()
-    reach.open(OWNER, place)
+    address = slots.open()
+    writer.open(OWNER, address)
     assert slots.refuse(OTHER)
     assert not slots.refuse(WRITER)
-    reach.close(OWNER)
+    writer.close(OWNER)
     assert slots.refuse(WRITER)
-    reach.open(OWNER, place)
-    assert not reach.fits(OWNER, 1)
+    writer.open(OWNER, address)
+    assert not writer.fits(OWNER, 1)
     assert slots.refuse(WRITER)
 
 
-def test_memory_that_no_descriptor_is_left_for_is_out_of_reach_and_told_of(
-    slots: ShmSlots, reach: ShmReach, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_mapping_without_a_free_descriptor_fails_with_a_log_line(
+    slots: ShmSlotMemory, writer: ShmSlotWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(*_: object) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    place = slots.open()
+    address = slots.open()
     with monkeypatch.context() as lacking:
         lacking.setattr(os, "open", refuse)
-        reach.open(OWNER, place)
-    assert not reach.fits(OWNER, 1)
+        writer.open(OWNER, address)
+    assert not writer.fits(OWNER, 1)
     assert [record.getMessage() for record in caplog.records] == [
-        "staging slots are out of reach, KV goes in messages: Too many open files"
+        f"cannot map the staging slots of {OWNER}, KV goes over zmq: Too many open files"
     ]
-    reach.open(OWNER, place)  # with the next Welcome
-    assert reach.fits(OWNER, SLOT_BYTES)
+    writer.open(OWNER, address)  # with the next Welcome
+    assert writer.fits(OWNER, SLOT_BYTES)
 
 
-def test_a_lock_that_the_kernel_has_no_room_for_is_asked_for_again(
-    slots: ShmSlots, reach: ShmReach, monkeypatch: pytest.MonkeyPatch
+def test_fencing_is_retried_when_the_kernel_is_out_of_locks(
+    slots: ShmSlotMemory, writer: ShmSlotWriter, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    place = slots.open()
+    address = slots.open()
     with monkeypatch.context() as lacking:
         lacking.setattr(fcntl, "fcntl", refuse)
         assert not slots.refuse(WRITER)
-        reach.open(OWNER, place)
-        assert not reach.fits(OWNER, 1)
+        writer.open(OWNER, address)
+        assert not writer.fits(OWNER, 1)
     assert slots.refuse(WRITER)
 
 
-def test_without_memory_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch):
+def test_failed_allocation_names_the_configuration_key(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> int:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "ftruncate", refuse)
     with pytest.raises(ConfigError, match=r"node\.kv_transports"):
-        ShmSlots(1, 4096).open()
+        ShmSlotMemory(1, 4096).open()
 
 
-# -- across processes that are killed
+# -- across killed processes
 
 
 WRITES = """
 import sys
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.kv_transfer.shm import ShmReach
-reach = ShmReach(Incarnation(sys.argv[1]))
-reach.open(Incarnation(sys.argv[2]), sys.argv[3])
-reach.write(Incarnation(sys.argv[2]), 1, b"from a process that is killed")
+from kvferry.common.kv_transfer.shm import ShmSlotWriter
+writer = ShmSlotWriter(Incarnation(sys.argv[1]))
+writer.open(Incarnation(sys.argv[2]), sys.argv[3])
+writer.write(Incarnation(sys.argv[2]), 1, b"from a process that is killed")
 print("written", flush=True)
 sys.stdin.read()
 """
-LENDS = """
+PROVIDES = """
 import sys
-from kvferry.common.kv_transfer.shm import ShmSlots
-slots = ShmSlots(4, 4096)
+from kvferry.common.kv_transfer.shm import ShmSlotMemory
+slots = ShmSlotMemory(4, 4096)
 print(slots.open(), flush=True)
 sys.stdin.read()
 """
@@ -187,7 +175,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def child(code: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process and the first line that it says; killed at the end."""
+    """A process and its first line of output; killed at the end."""
     with subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -203,9 +191,9 @@ def staging_maps(pid: int) -> int:
 
 
 @pytest.mark.rule(26)
-def test_a_writer_that_was_stopped_is_not_refused_and_one_that_was_killed_is(slots: ShmSlots):
-    with child(WRITES, WRITER, OWNER, slots.open()) as (process, said):
-        assert said == "written"
+def test_a_stopped_writer_is_not_fenced_off_and_a_killed_one_is(slots: ShmSlotMemory):
+    with child(WRITES, WRITER, OWNER, slots.open()) as (process, line):
+        assert line == "written"
         assert bytes(slots.view(1, 29)) == b"from a process that is killed"
         process.send_signal(signal.SIGSTOP)
         assert not slots.refuse(WRITER)
@@ -214,19 +202,19 @@ def test_a_writer_that_was_stopped_is_not_refused_and_one_that_was_killed_is(slo
         assert slots.refuse(WRITER)
 
 
-def test_memory_of_a_killed_process_has_no_name_and_goes_with_the_last_who_maps_it(reach: ShmReach):
-    with child(LENDS) as (process, place):
-        reach.open(OWNER, place)
-        pid, fd = place.removeprefix(host_prefix()).split("/")[:2]
-        assert os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:")  # no file system has it
+def test_memory_of_a_killed_process_has_no_name_and_is_freed_with_its_last_mapping(writer: ShmSlotWriter):
+    with child(PROVIDES) as (process, address):
+        writer.open(OWNER, address)
+        pid, fd = address.removeprefix(host_prefix()).split("/")[:2]
+        assert os.readlink(f"/proc/{pid}/fd/{fd}").startswith("/memfd:")  # in no file system
         process.send_signal(signal.SIGKILL)
         process.wait()
-    reach.write(OWNER, 0, b"late")  # harms nobody
+    writer.write(OWNER, 0, b"late")  # has no effect on any process
     assert staging_maps(os.getpid()) == 1
-    reach.close(OWNER)
+    writer.close(OWNER)
     assert staging_maps(os.getpid()) == 0
-    late = ShmReach(OTHER)
-    late.open(OWNER, place)
+    late = ShmSlotWriter(OTHER)
+    late.open(OWNER, address)
     assert not late.fits(OWNER, 1)
 
 
@@ -234,7 +222,7 @@ def test_memory_of_a_killed_process_has_no_name_and_goes_with_the_last_who_maps_
 
 
 class Node:
-    """One process life with a cache and a mover that shares memory."""
+    """An incarnation with a cache and a mover that uses shared memory."""
 
     def __init__(
         self,
@@ -257,8 +245,8 @@ class Node:
             self.posted,
             checksum=checksum,
             window=WINDOW,
-            memory=ShmSlots(num_slots, SLOT_BYTES),
-            reach=ShmReach(self.self_id),
+            memory=ShmSlotMemory(num_slots, SLOT_BYTES),
+            writer=ShmSlotWriter(self.self_id),
             clock=clock,
         )
         self.endpoint = self.mover.start()
@@ -289,8 +277,8 @@ def decode(context: TransportContext) -> Iterator[Node]:
     node.close()
 
 
-def joined(prefill: Node, decode: Node) -> None:
-    prefill.mover.open(decode.self_id, decode.endpoint, staging=decode.mover.staging_place)
+def connect(prefill: Node, decode: Node) -> None:
+    prefill.mover.open(decode.self_id, decode.endpoint, staging=decode.mover.staging_address)
 
 
 def pieces_of(prefill: Node, decode: Node, count: int, number: int = 1):
@@ -299,8 +287,8 @@ def pieces_of(prefill: Node, decode: Node, count: int, number: int = 1):
 
 
 @pytest.mark.parametrize("slots", [(2,), (0, 1, 2, 3)])
-def test_pieces_go_through_slots_and_more_of_them_than_there_are_slots(prefill: Node, decode: Node, slots):
-    joined(prefill, decode)
+def test_more_pieces_than_slots_go_through_the_slots(prefill: Node, decode: Node, slots):
+    connect(prefill, decode)
     key, pieces = pieces_of(prefill, decode, 12)
     decode.mover.expect(key, TABLE, 2, slots)
     for piece in pieces:
@@ -311,7 +299,7 @@ def test_pieces_go_through_slots_and_more_of_them_than_there_are_slots(prefill: 
     assert decode.cache.read(0, 4, TABLE, 2, 11) == prefill.cache.read(0, 4, TABLE, 2, 11)
 
 
-def test_without_reach_without_slots_and_too_large_pieces_go_in_messages(prefill: Node, decode: Node):
+def test_without_a_mapping_or_slots_pieces_go_in_messages(prefill: Node, decode: Node):
     prefill.mover.open(decode.self_id, decode.endpoint, staging="shm://elsewhere/1/2/3/4/5")
     key, pieces = pieces_of(prefill, decode, 2)
     decode.mover.expect(key, TABLE, 2, (0,))
@@ -322,8 +310,8 @@ def test_without_reach_without_slots_and_too_large_pieces_go_in_messages(prefill
 
 
 @pytest.mark.rule(26)
-def test_a_slot_that_is_not_its_own_writes_no_block(prefill: Node, decode: Node):
-    joined(prefill, decode)
+def test_a_piece_in_a_slot_not_granted_to_it_writes_no_block(prefill: Node, decode: Node):
+    connect(prefill, decode)
     key, pieces = pieces_of(prefill, decode, 1)
     decode.mover.expect(key, TABLE, 2, (1,))
     prefill.mover.send(pieces[0], TABLE, (0,))
@@ -331,10 +319,12 @@ def test_a_slot_that_is_not_its_own_writes_no_block(prefill: Node, decode: Node)
     assert decode.cache.writes == 0
 
 
-def test_bytes_that_were_damaged_in_a_slot_are_found(prefill: Node, decode: Node, monkeypatch: pytest.MonkeyPatch):
-    joined(prefill, decode)
-    right = ShmReach.write
-    monkeypatch.setattr(ShmReach, "write", lambda self, peer, slot, data: right(self, peer, slot, bytes(len(data))))
+def test_the_checksum_detects_damage_in_a_slot(prefill: Node, decode: Node, monkeypatch: pytest.MonkeyPatch):
+    connect(prefill, decode)
+    right = ShmSlotWriter.write
+    monkeypatch.setattr(
+        ShmSlotWriter, "write", lambda self, peer, slot, data: right(self, peer, slot, bytes(len(data)))
+    )
     key, pieces = pieces_of(prefill, decode, 1)
     decode.mover.expect(key, TABLE, 2, (1,))
     prefill.mover.send(pieces[0], TABLE, (1,))
@@ -342,8 +332,8 @@ def test_bytes_that_were_damaged_in_a_slot_are_found(prefill: Node, decode: Node
     assert decode.cache.writes == 0
 
 
-def test_what_is_forgotten_is_credited_and_copied_nowhere(prefill: Node, decode: Node):
-    joined(prefill, decode)
+def test_pieces_of_a_forgotten_key_are_credited_and_dropped(prefill: Node, decode: Node):
+    connect(prefill, decode)
     _, pieces = pieces_of(prefill, decode, 9)
     for piece in pieces:
         prefill.mover.send(piece, TABLE, (0, 1))
@@ -356,8 +346,8 @@ def test_what_is_forgotten_is_credited_and_copied_nowhere(prefill: Node, decode:
     assert not prefill.posted.of(KvSendFailed)
 
 
-def test_a_session_is_closed_when_its_life_has_let_go(prefill: Node, decode: Node):
-    joined(prefill, decode)
+def test_a_session_closes_when_the_writer_has_unmapped_the_slots(prefill: Node, decode: Node):
+    connect(prefill, decode)
     key, pieces = pieces_of(prefill, decode, 1)
     decode.mover.expect(key, TABLE, 2, (1,))
     prefill.mover.send(pieces[0], TABLE, (1,))
@@ -376,20 +366,20 @@ def test_a_session_is_closed_when_its_life_has_let_go(prefill: Node, decode: Nod
 
 
 @pytest.mark.rule(26)
-def test_slots_of_a_node_that_took_nothing_for_a_while_are_used_again(context: TransportContext, decode: Node):
-    clock, go_on = ManualClock(), threading.Event()
+def test_slots_of_a_stalled_node_are_used_again(context: TransportContext, decode: Node):
+    clock, resume = ManualClock(), threading.Event()
     prefill = Node(context, "impatient", clock=clock)
-    joined(prefill, decode)
-    decode.cache.before_write = lambda: go_on.wait(DEADLINE_S)
+    connect(prefill, decode)
+    decode.cache.before_write = lambda: resume.wait(DEADLINE_S)
     stalled, pieces = pieces_of(prefill, decode, 1)
     decode.mover.expect(stalled, TABLE, 2, (1,))
     prefill.mover.send(pieces[0], TABLE, (1,))
     wait_until(lambda: prefill.posted.of(PieceSent))
     clock.advance(WINDOW.stall_s)
-    prefill.mover.stop(key_between(prefill.self_id, OTHER))  # it looks at the clock
+    prefill.mover.stop(key_between(prefill.self_id, OTHER))  # wakes the thread, which reads the clock
     wait_until(lambda: prefill.posted.of(KvSendFailed))
-    assert prefill.posted.of(KvSendFailed) == [KvSendFailed(stalled, "the node takes no KV")]
-    go_on.set()
+    assert prefill.posted.of(KvSendFailed) == [KvSendFailed(stalled, "the node accepts no KV")]
+    resume.set()
     key, pieces = pieces_of(prefill, decode, 3, number=2)
     decode.mover.expect(key, TABLE, 2, (2,))
     for piece in pieces:

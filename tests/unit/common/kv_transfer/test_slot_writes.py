@@ -1,13 +1,9 @@
-"""What a sender does with staging slots: written, confirmed, named, credited."""
+"""SlotWrites: a slot is written, confirmed, named, credited."""
 
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.kv_transfer.slot_writes import SlotWrites
 
 KEY = TransferKey(RequestId("a" * 32), 1, 1, Incarnation("1" * 32), Incarnation("2" * 32))
@@ -21,7 +17,7 @@ def writes():
     writes.check_invariants()
 
 
-def test_one_piece_at_a_time_in_a_slot(writes):
+def test_a_slot_holds_one_piece_at_a_time(writes):
     assert writes.free(KEY, (4, 7)) == 4
     writes.begin(KEY, 4, 0)
     assert writes.free(KEY, (4, 7)) == 7
@@ -32,9 +28,9 @@ def test_one_piece_at_a_time_in_a_slot(writes):
 
 
 @pytest.mark.rule(26)
-def test_a_slot_is_free_again_by_the_credit_for_its_piece(writes):
+def test_the_credit_for_its_piece_frees_a_slot(writes):
     writes.begin(KEY, 4, 0)
-    writes.credited(KEY, 0)  # nobody has named it yet
+    writes.credited(KEY, 0)  # no Piece names it yet
     assert writes.is_writing(KEY)
     writes.confirm(KEY, 4)
     assert not writes.is_writing(KEY)
@@ -46,7 +42,7 @@ def test_a_slot_is_free_again_by_the_credit_for_its_piece(writes):
     assert len(writes) == 0
 
 
-def test_only_a_write_that_is_under_way_is_confirmed(writes):
+def test_only_a_write_in_progress_is_confirmed(writes):
     with pytest.raises(InvariantError):
         writes.confirm(KEY, 4)
     writes.begin(KEY, 4, 0)
@@ -55,17 +51,17 @@ def test_only_a_write_that_is_under_way_is_confirmed(writes):
         writes.confirm(KEY, 4)
 
 
-def test_a_stop_leaves_what_is_under_way(writes):
+def test_a_stop_keeps_writes_in_progress(writes):
     writes.begin(KEY, 4, 0)
     writes.begin(KEY, 7, 1)
     writes.confirm(KEY, 4)
     writes.stop(KEY)
     assert (len(writes), writes.is_writing(KEY)) == (1, True)
-    writes.give_up(KEY, 7)
+    writes.cancel(KEY, 7)
     assert (len(writes), writes.is_writing(KEY)) == (0, False)
 
 
-def test_damage_is_seen(writes):
+def test_check_invariants_detects_damage(writes):
     writes._slots[KEY] = {}
     with pytest.raises(InvariantError):
         writes.check_invariants()

@@ -1,4 +1,4 @@
-"""The `zmq` mover between real sockets: what arrives, what does not, and what is told about it."""
+"""The mover between real sockets: what arrives, what is dropped, and which events are posted."""
 
 import gc
 import subprocess
@@ -11,21 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-)
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-    PieceSent,
-    PiecesStopped,
-)
+from kvferry.common.base.errors import ConfigError, InvariantError
+from kvferry.common.base.ids import Incarnation, new_incarnation
+from kvferry.common.cluster.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv_transfer.send_queue import Window
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover, window_for
@@ -53,7 +41,7 @@ WINDOW = Window(num_bytes=1_000_000, num_pieces=4, stall_s=DEADLINE_S)
 
 
 class Node:
-    """One process life with a cache and a mover."""
+    """An incarnation with a cache and a mover."""
 
     def __init__(
         self,
@@ -63,9 +51,9 @@ class Node:
         cache: MemoryCache | None = None,
         checksum: bool = False,
         window: Window = WINDOW,
-        own: Incarnation | None = None,
+        self_id: Incarnation | None = None,
     ) -> None:
-        self.self_id = own or new_incarnation()
+        self.self_id = self_id or new_incarnation()
         self.cache = cache or MemoryCache()
         self.posted = Posted()
         self.mover = ZmqKvMover(
@@ -74,7 +62,7 @@ class Node:
         self.endpoint = self.mover.start()
 
     def count(self, what: str) -> int:
-        """Of what was received or dropped."""
+        """A counter of the receiving half."""
         return self.mover.counts()[1][what]
 
     def close(self) -> None:
@@ -83,7 +71,7 @@ class Node:
 
 
 def threads_after_a_large_frame() -> tuple[int, int]:
-    """Numbers of threads in a process that was prepared, before it sends anything and after a frame without a copy."""
+    """Number of threads of a prepared process before it sends, and after it has sent a zero-copy frame."""
     context = TransportContext()
     context.prepare_zero_copy()
     before = threading.active_count()
@@ -100,15 +88,15 @@ def threads_after_a_large_frame() -> tuple[int, int]:
 
 
 def test_the_first_large_piece_starts_no_thread() -> None:
-    """It would look like a leak: a context of ZeroMQ's comes with it."""
-    program = f"from {__name__} import threads_after_a_large_frame as told; print(*told())"
+    """It would look like a leak: ZeroMQ creates a context with it."""
+    program = f"from {__name__} import threads_after_a_large_frame as threads; print(*threads())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     before, after = done.stdout.split()
     assert before == after
 
 
-def test_movers_of_one_context_start_one_after_the_other(context: TransportContext) -> None:
-    """Nothing of the one before is in the way, although ZeroMQ lets go of it a little later."""
+def test_movers_of_one_context_can_start_in_sequence(context: TransportContext) -> None:
+    """The previous one does not interfere, although ZeroMQ frees its resources slightly later."""
     for _ in range(300):
         context.prepare_zero_copy()
 
@@ -149,7 +137,9 @@ def all_layers(node: Node, key_number: int, to: Node, number: int = 0, tokens: t
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_pieces_arrive_in_the_right_blocks(context: TransportContext, prefill: Node, endpoint: str, checksum: bool):
+def test_pieces_are_written_to_the_right_blocks(
+    context: TransportContext, prefill: Node, endpoint: str, checksum: bool
+):
     decode = Node(context, endpoint)
     sender = Node(context, "inproc://sender", cache=MemoryCache().fill(2), checksum=checksum)
     key = key_between(sender.self_id, decode.self_id)
@@ -174,10 +164,10 @@ def test_pieces_arrive_in_the_right_blocks(context: TransportContext, prefill: N
     decode.close()
 
 
-def test_a_piece_that_nobody_expects_touches_no_block_and_does_not_stop_the_next(prefill: Node, decode: Node):
+def test_an_unexpected_piece_writes_no_block_and_does_not_delay_the_next(prefill: Node, decode: Node):
     prefill.mover.open(decode.self_id, decode.endpoint)
     decode.mover.expect(key_between(prefill.self_id, decode.self_id, 99), TABLE)
-    for number in range(3 * WINDOW.num_pieces):  # credits keep coming, or the window would be full
+    for number in range(3 * WINDOW.num_pieces):  # without credits the window would be full
         prefill.mover.send(all_layers(prefill, 1, decode, number), TABLE)
     prefill.mover.send(all_layers(prefill, 99, decode), TABLE)
     wait_until(lambda: decode.posted.of(PieceArrived))
@@ -185,8 +175,8 @@ def test_a_piece_that_nobody_expects_touches_no_block_and_does_not_stop_the_next
     assert decode.cache.writes == 1
 
 
-def test_forget_while_receiving_lets_no_later_byte_through(prefill: Node, decode: Node):
-    """Many rounds with pieces under way all the time: after `forget` the blocks belong to others."""
+def test_no_byte_is_written_after_forget_while_receiving(prefill: Node, decode: Node):
+    """Many rounds with pieces always in flight: after `forget` the blocks may belong to other sequences."""
     prefill.mover.open(decode.self_id, decode.endpoint)
     seen = 0
     for round_no in range(40):
@@ -205,7 +195,7 @@ def test_forget_while_receiving_lets_no_later_byte_through(prefill: Node, decode
         assert decode.cache.writes == seen
 
 
-def test_a_bad_piece_is_told_and_not_written_and_can_be_sent_again(prefill: Node, decode: Node):
+def test_a_bad_piece_is_reported_and_not_written_and_can_be_sent_again(prefill: Node, decode: Node):
     key = key_between(prefill.self_id, decode.self_id)
     decode.mover.expect(key, TABLE, 4)
     prefill.mover.open(decode.self_id, decode.endpoint)
@@ -218,7 +208,7 @@ def test_a_bad_piece_is_told_and_not_written_and_can_be_sent_again(prefill: Node
 
 
 class Forger:
-    """A peer on the KV socket that can send anything."""
+    """A peer on the KV socket that sends arbitrary frames."""
 
     def __init__(self, context: TransportContext, to: Node) -> None:
         self.self_id = new_incarnation()
@@ -248,39 +238,39 @@ def forger(context: TransportContext, decode: Node) -> Iterator[Forger]:
 
 
 @pytest.mark.rule(25)
-def test_damaged_bytes_are_found_by_the_checksum(decode: Node, forger: Forger):
+def test_the_checksum_detects_damaged_bytes(decode: Node, forger: Forger):
     decode.mover.expect(key_between(forger.self_id, decode.self_id), TABLE)
     forger.send_envelope(forger.piece(decode.cache, b"\xff" * 8, checksum=123))
     forger.send_envelope(forger.piece(decode.cache, b"\xff" * 7, number=1))
     wait_until(lambda: len(decode.posted.all()) == 2)
     key = key_between(forger.self_id, decode.self_id)
     assert decode.posted.all() == [
-        PieceBad(key, 0, "checksum"),
-        PieceBad(key, 1, "7 bytes came, 8 were announced"),
+        PieceBad(key, 0, "wrong checksum"),
+        PieceBad(key, 1, "7 bytes arrived, 8 were announced"),
     ]
     assert not decode.cache.bytes.any()
     assert decode.count("bad") == 2
 
 
 @pytest.mark.rule(26)
-def test_no_other_life_writes_for_a_key(prefill: Node, decode: Node, forger: Forger):
-    """Neither in another's name, nor over another's connection, nor for a life that is over."""
-    stranger = new_incarnation()
+def test_no_other_incarnation_writes_for_a_key(prefill: Node, decode: Node, forger: Forger):
+    """Not with a forged sender, not over another connection, not for an ended incarnation."""
+    other = new_incarnation()
     key = key_between(prefill.self_id, decode.self_id)
     decode.mover.expect(key, TABLE)
-    decode.mover.expect(key_between(forger.self_id, stranger), TABLE)
+    decode.mover.expect(key_between(forger.self_id, other), TABLE)
     right = forger.piece(decode.cache, b"\xff" * 8)
     forger.send_envelope(msgspec.structs.replace(right, message=msgspec.structs.replace(right.message, key=key)))
     forged = forger.piece(decode.cache, b"\xff" * 8, key=key)
     forger.send_envelope(Envelope(prefill.self_id, decode.self_id, forged.message))
-    forger.send_envelope(Envelope(forger.self_id, stranger, right.message))
-    late = forger.piece(decode.cache, b"\xff" * 8, key=key_between(forger.self_id, stranger))
+    forger.send_envelope(Envelope(forger.self_id, other, right.message))
+    late = forger.piece(decode.cache, b"\xff" * 8, key=key_between(forger.self_id, other))
     forger.send_envelope(late)
     wait_until(lambda: decode.count("foreign") == 4)
     assert not decode.cache.bytes.any()
 
 
-def test_a_flood_of_garbage_is_counted_and_harms_no_transfer(prefill: Node, decode: Node, forger: Forger):
+def test_a_flood_of_garbage_is_counted_and_disturbs_no_transfer(prefill: Node, decode: Node, forger: Forger):
     key = key_between(prefill.self_id, decode.self_id)
     decode.mover.expect(key, TABLE)
     prefill.mover.open(decode.self_id, decode.endpoint)
@@ -297,9 +287,9 @@ def test_a_flood_of_garbage_is_counted_and_harms_no_transfer(prefill: Node, deco
 
 def test_garbage_to_a_sender_is_counted_and_stray_credits_change_nothing(context: TransportContext, prefill: Node):
     receiver = NodeSocket(context, SocketOptions())
-    them = new_incarnation()
-    prefill.mover.open(them, receiver.bind("tcp://127.0.0.1:0"))
-    piece = piece_of(prefill.cache, key_between(prefill.self_id, them), layers=(0, 4), tokens=(0, 4))
+    peer_id = new_incarnation()
+    prefill.mover.open(peer_id, receiver.bind("tcp://127.0.0.1:0"))
+    piece = piece_of(prefill.cache, key_between(prefill.self_id, peer_id), layers=(0, 4), tokens=(0, 4))
     prefill.mover.send(piece, TABLE)
     peer, _ = take_one(receiver.receive)
     for frames in ([b"x"], [b"\x01\x13", b"{}"]):
@@ -312,12 +302,12 @@ def test_garbage_to_a_sender_is_counted_and_stray_credits_change_nothing(context
     assert prefill.posted.of(KvSendFailed) == [KvSendFailed(piece.key, "the connection broke")]
 
 
-def test_a_slow_peer_gets_no_more_than_its_window_and_holds_up_no_other(
+def test_a_slow_peer_gets_at_most_its_window_and_delays_no_other(
     context: TransportContext, prefill: Node, decode: Node
 ):
     slow = Node(context)
-    go_on = threading.Event()
-    slow.cache.before_write = lambda: go_on.wait(DEADLINE_S)
+    resume = threading.Event()
+    slow.cache.before_write = lambda: resume.wait(DEADLINE_S)
     slow_key, fast_key = key_between(prefill.self_id, slow.self_id), key_between(prefill.self_id, decode.self_id)
     slow.mover.expect(slow_key, TABLE)
     decode.mover.expect(fast_key, TABLE)
@@ -331,12 +321,12 @@ def test_a_slow_peer_gets_no_more_than_its_window_and_holds_up_no_other(
     wait_until(lambda: len(decode.posted.of(PieceArrived)) == total)
     to_slow = [event for event in prefill.posted.of(PieceSent) if event.key == slow_key]  # type: ignore[union-attr]
     assert len(to_slow) <= WINDOW.num_pieces
-    go_on.set()
+    resume.set()
     wait_until(lambda: len(slow.posted.of(PieceArrived)) == total)
     slow.close()
 
 
-def test_a_window_bounds_bytes_too_and_a_larger_piece_goes_alone(context: TransportContext, prefill: Node):
+def test_a_window_also_limits_bytes_and_a_larger_piece_goes_alone(context: TransportContext, prefill: Node):
     one = prefill.cache.num_bytes(4, 9)
     sender = Node(
         context,
@@ -345,26 +335,26 @@ def test_a_window_bounds_bytes_too_and_a_larger_piece_goes_alone(context: Transp
         window=Window(num_bytes=one // 2, num_pieces=100, stall_s=DEADLINE_S),
     )
     receiver = NodeSocket(context, SocketOptions())
-    them = new_incarnation()
-    sender.mover.open(them, receiver.bind("tcp://127.0.0.1:0"))
-    key = key_between(sender.self_id, them)
+    peer_id = new_incarnation()
+    sender.mover.open(peer_id, receiver.bind("tcp://127.0.0.1:0"))
+    key = key_between(sender.self_id, peer_id)
     for number in range(3):
         sender.mover.send(piece_of(sender.cache, key, number, layers=(0, 4), tokens=(2, 11)), TABLE)
     take_one(receiver.receive)
-    sender.mover.stop(key_between(sender.self_id, them, 2))  # told after all three had their chance
+    sender.mover.stop(key_between(sender.self_id, peer_id, 2))  # posted after all three could have been sent
     wait_until(lambda: sender.posted.of(PiecesStopped))
-    assert len(sender.posted.of(PieceSent)) == 1  # the next waits for a credit that never comes
+    assert len(sender.posted.of(PieceSent)) == 1  # the next one waits for a credit, which never arrives
     receiver.close()
     wait_until(lambda: sender.posted.of(KvSendFailed))
     sender.close()
 
 
-def test_stop_reads_nothing_more_and_tells_when(prefill: Node, decode: Node):
-    in_read, go_on = threading.Event(), threading.Event()
+def test_stop_ends_reading_and_posts_when_it_did(prefill: Node, decode: Node):
+    in_read, resume = threading.Event(), threading.Event()
 
     def hold() -> None:
         in_read.set()
-        assert go_on.wait(DEADLINE_S)
+        assert resume.wait(DEADLINE_S)
 
     prefill.cache.before_read = hold
     key, other = key_between(prefill.self_id, decode.self_id, 1), key_between(prefill.self_id, decode.self_id, 2)
@@ -376,8 +366,8 @@ def test_stop_reads_nothing_more_and_tells_when(prefill: Node, decode: Node):
     prefill.mover.send(all_layers(prefill, 2, decode), TABLE)
     assert in_read.wait(DEADLINE_S)
     prefill.mover.stop(key)
-    assert not prefill.posted.of(PiecesStopped)  # the read is under way
-    go_on.set()
+    assert not prefill.posted.of(PiecesStopped)  # a read is in progress
+    resume.set()
     wait_until(lambda: prefill.posted.of(PiecesStopped))
     after = prefill.posted.all()
     wait_until(lambda: PieceSent(other, 0) in prefill.posted.all())
@@ -387,25 +377,23 @@ def test_stop_reads_nothing_more_and_tells_when(prefill: Node, decode: Node):
     wait_until(lambda: prefill.posted.of(PiecesStopped) == [PiecesStopped(key)] * 2)
 
 
-def test_a_node_that_vanishes_fails_what_was_on_its_way(context: TransportContext, prefill: Node):
-    vanishing = NodeSocket(context, SocketOptions())  # takes pieces and credits none
-    them = new_incarnation()
-    prefill.mover.open(them, vanishing.bind("tcp://127.0.0.1:0"))
+def test_a_vanished_node_fails_the_pieces_in_flight(context: TransportContext, prefill: Node):
+    vanishing = NodeSocket(context, SocketOptions())  # receives pieces and sends no credits
+    peer_id = new_incarnation()
+    prefill.mover.open(peer_id, vanishing.bind("tcp://127.0.0.1:0"))
     for request in (1, 2):
         for number in range(WINDOW.num_pieces):
-            key = key_between(prefill.self_id, them, request)
+            key = key_between(prefill.self_id, peer_id, request)
             prefill.mover.send(piece_of(prefill.cache, key, number, layers=(0, 4), tokens=(0, 4)), TABLE)
     wait_until(lambda: len(prefill.posted.of(PieceSent)) == WINDOW.num_pieces)
     vanishing.close()
     wait_until(lambda: prefill.posted.of(KvSendFailed))
     assert prefill.posted.of(KvSendFailed) == [
-        KvSendFailed(key_between(prefill.self_id, them, 1), "the connection broke")
+        KvSendFailed(key_between(prefill.self_id, peer_id, 1), "the connection broke")
     ]
 
 
-def test_the_next_life_at_the_same_address_is_served_and_gets_nothing_of_the_last(
-    context: TransportContext, prefill: Node
-):
+def test_the_next_incarnation_at_an_address_gets_no_piece_of_the_previous_one(context: TransportContext, prefill: Node):
     first = Node(context)
     endpoint = first.endpoint
     old_key = key_between(prefill.self_id, first.self_id)
@@ -415,7 +403,7 @@ def test_the_next_life_at_the_same_address_is_served_and_gets_nothing_of_the_las
     wait_until(lambda: first.posted.of(PieceArrived))
     first.close()
     second = rebind(context, endpoint)
-    second.mover.expect(old_key, TABLE)  # even if it were expected: it is another life's key
+    second.mover.expect(old_key, TABLE)  # even if expected: the key is of another incarnation
     prefill.mover.send(all_layers(prefill, 1, first, 1), TABLE)
     prefill.mover.open(second.self_id, endpoint)
     second.mover.expect(key_between(prefill.self_id, second.self_id), TABLE)
@@ -429,7 +417,7 @@ def test_the_next_life_at_the_same_address_is_served_and_gets_nothing_of_the_las
 
 
 def rebind(context: TransportContext, endpoint: str) -> Node:
-    """A new life at an address; ZeroMQ closes the old socket a little later than it says."""
+    """A new incarnation at an address; ZeroMQ closes the old socket slightly later than it reports."""
     made: list[Node] = []
 
     def is_bound() -> bool:
@@ -446,18 +434,18 @@ def rebind(context: TransportContext, endpoint: str) -> Node:
     return made[0]
 
 
-def test_the_same_life_is_served_again_after_its_connection_broke(
+def test_the_same_incarnation_gets_pieces_again_after_a_broken_connection(
     context: TransportContext, prefill: Node, tmp_path: Path
 ):
     self_id = new_incarnation()
     where = ipc_endpoint(tmp_path)
-    node = Node(context, where, own=self_id)
+    node = Node(context, where, self_id=self_id)
     node.mover.expect(key_between(prefill.self_id, self_id), TABLE)
     prefill.mover.open(self_id, where)
     prefill.mover.send(all_layers(prefill, 1, node), TABLE)
     wait_until(lambda: node.posted.of(PieceArrived))
     node.close()
-    again = Node(context, where, own=self_id)
+    again = Node(context, where, self_id=self_id)
     again.mover.expect(key_between(prefill.self_id, self_id), TABLE)
     number = 0
 
@@ -471,7 +459,7 @@ def test_the_same_life_is_served_again_after_its_connection_broke(
     again.close()
 
 
-def test_a_node_that_takes_nothing_is_given_up(context: TransportContext, prefill: Node):
+def test_pieces_of_a_stalled_node_fail(context: TransportContext, prefill: Node):
     impatient = Window(num_bytes=1_000_000, num_pieces=4, stall_s=0.05)
     sender = Node(context, "inproc://impatient", cache=prefill.cache, window=impatient)
     silent = NodeSocket(context, SocketOptions())
@@ -483,14 +471,14 @@ def test_a_node_that_takes_nothing_is_given_up(context: TransportContext, prefil
         )
     wait_until(lambda: len(sender.posted.of(KvSendFailed)) == 2)
     assert {event for event in sender.posted.all() if isinstance(event, KvSendFailed)} == {
-        KvSendFailed(key_between(sender.self_id, peer), "the node takes no KV") for peer in peers
+        KvSendFailed(key_between(sender.self_id, peer), "the node accepts no KV") for peer in peers
     }
     silent.close()
     sender.close()
 
 
 @pytest.mark.parametrize("wrong", ["nowhere", "tcp://*:1", "tcp://127.0.0.1:0"])
-def test_an_endpoint_that_is_none_fails_the_pieces(prefill: Node, wrong: str):
+def test_an_invalid_endpoint_fails_the_pieces(prefill: Node, wrong: str):
     peer = new_incarnation()
     key = key_between(prefill.self_id, peer)
     prefill.mover.open(peer, wrong)
@@ -499,7 +487,7 @@ def test_an_endpoint_that_is_none_fails_the_pieces(prefill: Node, wrong: str):
 
 
 @pytest.mark.rule(38)
-def test_kv_goes_with_keys_and_as_soon_as_the_other_one_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_kv_with_keys_is_sent_as_soon_as_the_peer_is_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     keys = KeyRing(tmp_path / "keys")
     public = keys.add("late", "node")
     with closing() as stack:
@@ -520,7 +508,7 @@ def test_kv_goes_with_keys_and_as_soon_as_the_other_one_is_listed(tmp_path: Path
         wait_until(lambda: late.posted.of(PieceArrived))
 
 
-def test_a_piece_that_cannot_be_read_fails_its_key_alone(prefill: Node, decode: Node):
+def test_a_piece_that_cannot_be_read_fails_only_its_key(prefill: Node, decode: Node):
     good = key_between(prefill.self_id, decode.self_id, 2)
     decode.mover.expect(good, TABLE)
     prefill.mover.open(decode.self_id, decode.endpoint)
@@ -535,7 +523,7 @@ def test_a_piece_that_cannot_be_read_fails_its_key_alone(prefill: Node, decode: 
     ]
 
 
-def test_closing_a_peer_tells_that_nothing_is_read_any_more(prefill: Node):
+def test_closing_a_peer_posts_pieces_stopped(prefill: Node):
     peer = new_incarnation()
     key = key_between(prefill.self_id, peer)
     prefill.mover.open(peer, "tcp://127.0.0.1:1")
@@ -545,7 +533,7 @@ def test_closing_a_peer_tells_that_nothing_is_read_any_more(prefill: Node):
     wait_until(lambda: prefill.posted.all() == [PiecesStopped(key)])
 
 
-def test_it_need_not_have_started_to_be_closed(context: TransportContext):
+def test_close_without_a_successful_start(context: TransportContext):
     mover = ZmqKvMover(context, new_incarnation(), "tcp://*:0", MemoryCache(), Limits(), Posted())
     with pytest.raises(ConfigError, match="other hosts"):
         mover.start()
@@ -554,8 +542,8 @@ def test_it_need_not_have_started_to_be_closed(context: TransportContext):
 
 
 @pytest.mark.parametrize("timers", [Timers(), Timers(link_timeout_s=30.0), Timers(link_heartbeat_s=2.5)])
-def test_the_receiver_ends_a_silent_connection_before_its_sender_does(timers: Timers):
-    """A second connection beside one that lives there would end its process (ADR 0022)."""
+def test_the_receiver_closes_a_silent_connection_before_the_sender(timers: Timers):
+    """A second connection next to one that is open there would end the process (ADR 0022)."""
     stall_s = window_for(timers).stall_s
     receiving = SocketOptions.kv(Limits(), 1, timers)
     sending = SocketOptions.kv(Limits(), 1, timers, stall_s=stall_s)
@@ -564,13 +552,13 @@ def test_the_receiver_ends_a_silent_connection_before_its_sender_does(timers: Ti
     assert receiving.heartbeat_timeout_s == timers.link_timeout_s
 
 
-def test_it_starts_once(decode: Node):
+def test_a_second_start_raises(decode: Node):
     with pytest.raises(InvariantError):
         decode.mover.start()
 
 
-def test_nothing_is_left_behind(context: TransportContext):
-    def live() -> None:
+def test_close_releases_all_resources(context: TransportContext):
+    def run_once() -> None:
         prefill, decode = Node(context, cache=MemoryCache().fill(3)), Node(context)
         decode.mover.expect(key_between(prefill.self_id, decode.self_id), TABLE)
         prefill.mover.open(decode.self_id, decode.endpoint)
@@ -579,9 +567,9 @@ def test_nothing_is_left_behind(context: TransportContext):
         prefill.close()
         decode.close()
 
-    live()
+    run_once()
     gc.collect()
     with nothing_left(threads=True):
         for _ in range(5):
-            live()
+            run_once()
         assert context.open_sockets() == ()

@@ -1,4 +1,4 @@
-"""Who starts: all or nothing, in the queue's order, within the bounds."""
+"""Admission: all or nothing, in the order of the queue, within the limits."""
 
 from array import array
 from dataclasses import replace
@@ -18,7 +18,7 @@ def node_with(num_blocks: int, **settings) -> FakeNode:
 
 
 @pytest.mark.rule(18)
-def test_a_prompt_starts_only_with_blocks_for_all_its_tokens_and_the_next():
+def test_a_prompt_starts_only_with_blocks_for_all_its_tokens_and_the_next_one():
     node = node_with(4)
     big = node.scheduler.add(make_spec(8, max_new_tokens=4), 0.0)  # 2 blocks, the next token needs a third
     small = node.scheduler.add(make_spec(range(50, 54), max_new_tokens=2), 0.0)  # 1 block + 1
@@ -36,7 +36,7 @@ def test_the_next_token_needs_no_block_when_it_is_the_last():
     assert node.scheduler.is_quiescent()
 
 
-def test_a_head_that_does_not_fit_holds_back_what_is_behind_it():
+def test_a_head_that_does_not_fit_blocks_the_queue_behind_it():
     node = node_with(8)
     holder = node.scheduler.add(make_spec(10, max_new_tokens=12), 0.0)
     node.step()
@@ -51,7 +51,7 @@ def test_a_head_that_does_not_fit_holds_back_what_is_behind_it():
     assert node.of(big, Started) != []
 
 
-def test_a_better_class_passes_a_head_that_does_not_fit():
+def test_a_better_class_overtakes_a_head_that_does_not_fit():
     node = node_with(8)
     node.scheduler.add(make_spec(10, max_new_tokens=12), 0.0)
     node.step()
@@ -89,26 +89,26 @@ def test_a_refused_head_starts_after_a_release():
     assert node.scheduler.status(waiting) is SequenceStatus.PREFILLED
 
 
-def test_the_gate_holds_the_head_and_all_behind_it():
+def test_may_start_can_hold_the_head_and_the_queue_behind_it():
     node = node_with(16)
     asked = []
     first = node.scheduler.add(make_spec(5, max_new_tokens=4), 0.0)
     node.scheduler.add(make_spec([9], max_new_tokens=4), 0.0)
 
-    def shut(spec) -> bool:
+    def closed(spec) -> bool:
         asked.append(spec.num_known)
         return False
 
-    assert node.schedule(may_start=shut) is None
+    assert node.schedule(may_start=closed) is None
     assert asked == [5]
     assert node.scheduler.num_waiting == 2
-    assert not node.scheduler.work_waiting, "a shut gate is not a stuck engine"
+    assert not node.scheduler.work_waiting, "a closed gate is not a stalled engine"
     assert node.schedule(may_start=lambda spec: spec.num_known == 5) is not None
     assert node.scheduler.status(first) is SequenceStatus.COMPUTING
     assert node.scheduler.num_waiting == 1
 
 
-def test_max_running_bounds_what_runs_but_not_what_is_prefilled():
+def test_max_running_does_not_count_prefilled_sequences():
     node = node_with(64, max_running=2)
     prefilled = node.scheduler.add(make_spec(3, mode="prefill"), 0.0)
     node.step()
@@ -124,7 +124,7 @@ def test_max_running_bounds_what_runs_but_not_what_is_prefilled():
 
 
 @pytest.mark.rule(28)
-def test_the_watermark_is_kept_only_while_something_decodes():
+def test_the_watermark_applies_only_while_a_sequence_decodes():
     node = node_with(10, watermark_blocks_share=0.25)  # rounded up: 3 blocks
     first = node.scheduler.add(make_spec(6, max_new_tokens=6), 0.0)
     node.step()
@@ -150,7 +150,7 @@ def test_the_watermark_is_kept_only_while_something_decodes():
     make_spec(17, max_new_tokens=1, mode="prefill"),
     make_spec(16, max_new_tokens=2, mode="prefill"),
 ], ids=str)  # fmt: skip
-def test_what_could_never_run_here_is_refused(spec):
+def test_a_spec_that_could_never_run_is_refused(spec):
     node = node_with(4)
     with pytest.raises(RequestInvalidError):
         node.scheduler.add(spec, 0.0)
@@ -159,7 +159,7 @@ def test_what_could_never_run_here_is_refused(spec):
     assert node.scheduler.is_quiescent()
 
 
-def test_what_just_fits_is_taken():
+def test_a_spec_that_just_fits_is_accepted():
     node = node_with(4)
     node.scheduler.add(make_spec(12, max_new_tokens=5), 0.0)
     node.scheduler.add(make_spec(range(50, 65), max_new_tokens=99, mode="prefill"), 0.0)
@@ -169,7 +169,7 @@ def test_what_just_fits_is_taken():
         node.scheduler.check(make_spec(range(50, 65), max_new_tokens=99, mode="prefill"))
 
 
-def test_load_tells_the_truth():
+def test_load_reports_all_numbers():
     node = node_with(32, max_step_tokens=8, reserved_share=0.9)
     assert node.scheduler.load() == NodeLoad(total_blocks=32, free_blocks=32, block_size=4)
     node.scheduler.add(make_spec(5, max_new_tokens=9), 0.0)
@@ -195,16 +195,16 @@ def test_load_tells_the_truth():
 
 
 @pytest.mark.parametrize("known", [([1, 199], []), ([1], [2**32 - 1])])
-def test_an_id_outside_the_vocabulary_is_refused_wherever_it_comes_in(known: tuple[list[int], list[int]]):
-    """The engine would fail at it, and all others of its node with it."""
+def test_an_id_outside_the_vocabulary_is_refused_at_every_entry(known: tuple[list[int], list[int]]):
+    """The engine would fail at it, and with it all sequences of its node."""
     node = node_with(8, vocab_size=199)
     present = node.scheduler.add(make_spec([198]), 0.0)
     wrong = make_spec(*known)
-    for come in (
+    for enter in (
         node.scheduler.add,
         lambda spec, _: node.scheduler.check(spec),
         lambda spec, now: node.scheduler.inherit_blocks(present, spec, now),
     ):
         with pytest.raises(RequestInvalidError, match=r"outside the vocabulary \[0, 199\)"):
-            come(wrong, 0.0)
+            enter(wrong, 0.0)
     assert node.scheduler.live_ids == (present,)

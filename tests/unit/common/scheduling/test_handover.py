@@ -1,11 +1,8 @@
-"""Both ends of a hand-over: PREFILLED and what next, taking over an earlier attempt, reservations to activation."""
+"""Both ends of a hand-over: PREFILLED sequences, inherited blocks, reservations up to their activation."""
 
 import pytest
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    ProtocolError,
-)
+from kvferry.common.base.errors import InvariantError, ProtocolError
 from kvferry.common.scheduling.events import ChunkComputed, Finished, Prefilled, Sampled, Started
 from kvferry.common.scheduling.sequence import SchedulerConfig, SequenceSpec, SequenceStatus
 from kvferry.common.scheduling.step import StepResult
@@ -32,7 +29,7 @@ def prefill(node: FakeNode, prompt, outputs=(), **options) -> int:
 # --- prefill role ---
 
 
-def test_prefill_stops_with_a_token_and_holds_its_blocks(node):
+def test_prefill_stops_after_one_token_and_holds_its_blocks(node):
     seq_id = prefill(node, 6)
     token = next_token(make_spec(6).token_ids)
     assert node.of(seq_id) == [
@@ -47,7 +44,7 @@ def test_prefill_stops_with_a_token_and_holds_its_blocks(node):
     assert node.scheduler.is_quiescent()
 
 
-def test_a_first_token_that_ends_it_leaves_nothing_to_hand_over():
+def test_no_hand_over_when_the_first_token_ends_the_sequence():
     spec = make_spec(6, mode="prefill")
     node = make_node(eos_token_ids=frozenset({next_token(spec.token_ids)}))
     seq_id = node.scheduler.add(spec, 0.0)
@@ -58,22 +55,22 @@ def test_a_first_token_that_ends_it_leaves_nothing_to_hand_over():
 
 
 @pytest.mark.rule(19)
-def test_a_replan_whose_prefix_is_cached_computes_nothing(node):
-    """9 ids known, the last one an output, and the 8 before it are two cached blocks."""
+def test_a_retry_with_a_cached_prefix_computes_nothing(node):
+    """9 known ids: the last one is an output, and the 8 before it are two cached blocks."""
     node.scheduler.release(prefill(node, 8))
     seq_id = node.scheduler.add(make_spec(8, [5], mode="prefill"), 0.0)
-    plan = node.schedule()
-    assert plan is None
+    batch = node.schedule()
+    assert batch is None
     assert node.of(seq_id) == [Started(seq_id, 8), Prefilled(seq_id, 8, 5, 0)]
     assert node.scheduler.status(seq_id) is SequenceStatus.PREFILLED
 
 
-def test_a_replan_that_goes_on_here_computes_its_last_id(node):
+def test_a_retry_that_decodes_here_computes_its_last_id(node):
     node.scheduler.release(prefill(node, 8))
     seq_id = node.scheduler.add(make_spec(8, [5]), 0.0)
-    plan = node.step()
-    assert plan is not None
-    assert [(part.start_position, list(part.token_ids)) for part in plan.scheduled] == [(8, [5])]
+    batch = node.step()
+    assert batch is not None
+    assert [(part.start_position, list(part.token_ids)) for part in batch.scheduled] == [(8, [5])]
     assert node.of(seq_id, Sampled)[0].index == 1
 
 
@@ -83,41 +80,41 @@ def test_a_fresh_prompt_always_computes_its_last_position(node):
     assert node.of(seq_id, Started, ChunkComputed) == [Started(seq_id, 8), ChunkComputed(seq_id, 8, 9)]
 
 
-# --- taking an earlier attempt's blocks over ---
+# --- inheriting the blocks of an earlier attempt ---
 
 
-def test_what_is_held_counts_to_the_token(node):
-    """11 prompt ids end within a block: the prefix cache alone would give 8."""
+def test_inherited_kv_counts_to_the_last_token(node):
+    """11 prompt ids end inside a block: the prefix cache alone would have 8."""
     old = prefill(node, 11)
     table = node.scheduler.block_table(old)
     token = node.of(old, Prefilled)[0].token_id
     new = node.scheduler.inherit_blocks(old, make_spec(11, [token], mode="prefill"), 0.0)
     assert node.scheduler.status(old) is None
-    assert node.scheduler.has_events
     assert node.schedule() is None
     assert node.of(new) == [Started(new, 11), Prefilled(new, 11, token, 0)]
     assert node.scheduler.block_table(new)[:3] == table[:3]
-    assert not node.scheduler.has_events
+    assert node.schedule() is None
+    assert len(node.of(new)) == 2, "events are returned once"
     node.scheduler.release(new)
     assert node.scheduler.is_quiescent()
 
 
-def test_further_known_tokens_are_computed_from_there(node):
+def test_further_known_tokens_are_computed_after_the_inherited_ones(node):
     old = prefill(node, 11)
     new = node.scheduler.inherit_blocks(old, make_spec(11, [5, 6, 7], mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started, ChunkComputed) == [Started(new, 11), ChunkComputed(new, 11, 14)]
 
 
-def test_a_final_block_is_never_written_again(node):
-    """12 ids are three published blocks; the same prompt without its token must compute position 11 once more."""
+def test_a_published_block_is_never_written_again(node):
+    """12 ids are three published blocks; the prompt without its output token must compute position 11 again."""
     old = prefill(node, 12)
     new = node.scheduler.inherit_blocks(old, make_spec(12, mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started, ChunkComputed) == [Started(new, 8), ChunkComputed(new, 8, 12)]
 
 
-def test_the_same_ids_again_compute_their_last_position_to_draw(node):
+def test_the_same_ids_compute_their_last_position_to_sample(node):
     old = prefill(node, 11)
     new = node.scheduler.inherit_blocks(old, make_spec(11, mode="prefill"), 0.0)
     node.run()
@@ -125,7 +122,7 @@ def test_the_same_ids_again_compute_their_last_position_to_draw(node):
     assert node.of(new, Prefilled)[0].token_id == node.of(old, Prefilled)[0].token_id
 
 
-def test_half_computed_blocks_are_taken_over_too():
+def test_partly_computed_blocks_are_inherited():
     node = make_node(max_step_tokens=8)
     old = node.scheduler.add(make_spec(14, mode="prefill"), 0.0)
     node.step()
@@ -135,11 +132,11 @@ def test_half_computed_blocks_are_taken_over_too():
 
 
 @pytest.mark.parametrize("touch", ["step", "pin"])
-def test_blocks_that_are_touched_stay_and_final_ones_are_shared(touch):
+def test_blocks_in_use_are_not_inherited_and_published_ones_are_shared(touch):
     node = make_node(max_step_tokens=8)
     old = node.scheduler.add(make_spec(14, mode="prefill"), 0.0)
     node.step()
-    plan = node.schedule() if touch == "step" else None
+    batch = node.schedule() if touch == "step" else None
     if touch == "pin":
         node.scheduler.pin(old)
     new = node.scheduler.inherit_blocks(old, make_spec(14, mode="prefill"), 0.0)
@@ -147,24 +144,24 @@ def test_blocks_that_are_touched_stay_and_final_ones_are_shared(touch):
     assert node.scheduler.status(old) is SequenceStatus.ENDED
     old_table, new_table = node.scheduler.block_table(old), node.scheduler.block_table(new)
     assert (new_table[:2], set(new_table[2:]) & set(old_table)) == (old_table[:2], set())
-    if plan is None:
+    if batch is None:
         node.scheduler.unpin(old)
     else:
-        node.finish(plan)
+        node.finish(batch)
     node.run()
     assert node.of(new, Started) == [Started(new, 8)]
     node.scheduler.release(new)
     assert node.scheduler.is_quiescent()
 
 
-def test_other_ids_share_only_what_is_equal(node):
+def test_different_ids_share_only_the_equal_prefix(node):
     old = prefill(node, 10)
     new = node.scheduler.inherit_blocks(old, make_spec([*range(1000, 1005), 1, 2, 3, 4], mode="prefill"), 0.0)
     node.run()
     assert node.of(new, Started) == [Started(new, 4)]
 
 
-def test_without_room_for_the_rest_it_queues_and_the_blocks_become_cache():
+def test_with_too_few_free_blocks_it_queues_and_the_old_blocks_are_cached():
     node = make_node(num_blocks=4)
     old = prefill(node, 6, max_new_tokens=2)
     other = prefill(node, [7, 8, 9], max_new_tokens=2)
@@ -187,7 +184,7 @@ def test_beyond_max_running_it_queues():
     assert node.scheduler.status(new) is SequenceStatus.WAITING
 
 
-def test_a_waiting_attempt_is_simply_replaced(node):
+def test_a_waiting_attempt_is_replaced(node):
     old = node.scheduler.add(make_spec(6), 0.0)
     new = node.scheduler.inherit_blocks(old, make_spec(6, [1]), 0.0)
     assert node.scheduler.status(old) is None
@@ -196,7 +193,7 @@ def test_a_waiting_attempt_is_simply_replaced(node):
     assert node.of(new, Finished) == [Finished(new, "length")]
 
 
-def test_events_not_yet_told_of_a_replaced_attempt_are_dropped(node):
+def test_pending_events_of_a_replaced_attempt_are_dropped(node):
     first = prefill(node, 11)
     second = node.scheduler.inherit_blocks(first, make_spec(11, [5], mode="prefill"), 0.0)
     third = node.scheduler.inherit_blocks(second, make_spec(11, [5, 6], mode="prefill"), 0.0)
@@ -205,7 +202,7 @@ def test_events_not_yet_told_of_a_replaced_attempt_are_dropped(node):
     assert node.of(third, Started) == [Started(third, 11)]
 
 
-def test_an_ended_attempt_has_nothing_to_take_over(node):
+def test_an_ended_attempt_cannot_be_inherited(node):
     old = node.scheduler.add(make_spec(6), 0.0)
     node.schedule()
     node.scheduler.abort(old)
@@ -225,11 +222,11 @@ def reserve(node: FakeNode, spec: SequenceSpec) -> tuple[int, int]:
     return reservation.seq_id, reservation.first_token
 
 
-def test_from_reservation_to_the_end(node):
+def test_reservation_to_end(node):
     spec = make_spec(10, max_new_tokens=4)
     seq_id, first = reserve(node, spec)
     assert first == 0
-    assert node.step() is None, "nothing is decoded before everything is there"
+    assert node.step() is None, "no decoding before all KV has arrived"
     node.receive(seq_id, spec, first, 10)
     node.scheduler.commit(seq_id)
     assert node.step() is None
@@ -242,7 +239,7 @@ def test_from_reservation_to_the_end(node):
 
 
 @pytest.mark.rule(5)
-def test_received_kv_becomes_prefix_cache_and_is_pinned_by_the_next(node):
+def test_received_kv_enters_the_prefix_cache_and_the_next_reservation_holds_it(node):
     spec = make_spec(10)
     seq_id, first = reserve(node, spec)
     node.receive(seq_id, spec, first, 10)
@@ -256,7 +253,7 @@ def test_received_kv_becomes_prefix_cache_and_is_pinned_by_the_next(node):
     assert node.scheduler.is_quiescent()
 
 
-def test_all_of_a_fresh_prompt_may_be_cached(node):
+def test_a_fresh_prompt_may_be_cached_completely(node):
     spec = make_spec(8)
     node.scheduler.release(prefill(node, 8))
     seq_id, first = reserve(node, spec)
@@ -266,8 +263,8 @@ def test_all_of_a_fresh_prompt_may_be_cached(node):
     assert node.scheduler.is_quiescent()
 
 
-def test_the_last_id_of_a_replan_is_not_taken_from_the_cache(node):
-    """It may be handed over as the token to go on from, and then its position is written here."""
+def test_the_last_output_id_of_a_retry_is_not_taken_from_the_cache(node):
+    """It may be transferred as the token to continue from, and then this node writes its position."""
     spec = make_spec(7, [5])
     node.scheduler.release(prefill(node, list(spec.token_ids)))
     seq_id, first = reserve(node, spec)
@@ -278,7 +275,7 @@ def test_the_last_id_of_a_replan_is_not_taken_from_the_cache(node):
     assert [event.index for event in node.of(seq_id, Sampled)] == list(range(1, 8))
 
 
-def test_a_handed_token_that_ends_it_ends_it_at_once():
+def test_a_transferred_token_can_end_the_sequence():
     node = make_node(eos_token_ids=frozenset({3}))
     seq_id, _ = reserve(node, make_spec(10))
     assert node.scheduler.activate(seq_id, 3, 10, 0.0) == [Sampled(seq_id, 3, 10, 0), Finished(seq_id, "stop")]
@@ -288,9 +285,9 @@ def test_a_handed_token_that_ends_it_ends_it_at_once():
 @pytest.mark.parametrize(("outputs", "token", "num_tokens"), [
     ((), 3, 9), ((), 3, 11), ((), 3, 0), ((5,), 4, 10), ((5,), 5, 9), ((5,), 3, 12),
 ])  # fmt: skip
-def test_a_handover_of_another_length_changes_nothing(node, outputs, token, num_tokens):
+def test_a_handover_of_a_wrong_length_changes_nothing(node, outputs, token, num_tokens):
     seq_id, _ = reserve(node, make_spec(10, outputs))
-    with pytest.raises(ProtocolError, match="handed over"):
+    with pytest.raises(ProtocolError, match="hand-over of"):
         node.scheduler.activate(seq_id, token, num_tokens, 0.0)
     assert node.scheduler.status(seq_id) is SequenceStatus.RESERVED
     node.scheduler.check_invariants()
@@ -311,7 +308,7 @@ def test_only_reservations_are_activated(node):
         node.scheduler.activate(seq_id, 1, 6, 0.0)
 
 
-def test_uncommitted_reservations_are_bounded_by_their_share():
+def test_uncommitted_reservations_are_limited_by_their_share():
     node = make_node(num_blocks=12, reserved_share=0.5)
     first, _ = reserve(node, make_spec(11))  # 3 blocks
     reserve(node, make_spec(range(50, 61)))  # 6 of 6
@@ -337,13 +334,13 @@ def test_a_reservation_is_all_or_nothing():
     assert node.scheduler.load() == before
 
 
-def test_what_another_publishes_makes_room_for_the_same_prompt():
-    """No block comes free by that, but fewer are wanted."""
+def test_a_publication_makes_a_refused_reservation_of_the_same_prompt_fit():
+    """It frees no block, but fewer are needed."""
     node = make_node(num_blocks=5, reserved_share=1.0, watermark_blocks_share=0.0)
     spec, waiting = make_spec(10), make_spec(11)
     seq_id, first = reserve(node, spec)
     node.scheduler.commit(seq_id)
-    assert node.scheduler.reserve(waiting, 0.0) is None  # three wanted, two free
+    assert node.scheduler.reserve(waiting, 0.0) is None  # three needed, two free
     node.receive(seq_id, spec, first, 10)
     node.scheduler.activate(seq_id, next_token(spec.token_ids), 10, 0.0)
     assert node.pool.num_free == 2
@@ -351,7 +348,7 @@ def test_what_another_publishes_makes_room_for_the_same_prompt():
     assert first == 8
 
 
-def test_a_request_that_may_not_be_given_back_reserves_to_its_end():
+def test_a_request_that_may_not_be_preempted_reserves_its_full_length():
     node = make_node(num_blocks=12, reserved_share=1.0)
     spec = make_spec(6, max_new_tokens=20, times_preempted=3)  # 25 positions, 7 blocks
     seq_id, _ = reserve(node, spec)
@@ -360,8 +357,8 @@ def test_a_request_that_may_not_be_given_back_reserves_to_its_end():
     reserve(node, make_spec(range(50, 56), max_new_tokens=20))
 
 
-def test_a_replan_with_one_token_left_draws_it_here_though_all_is_cached(node):
-    """Nothing is handed over then: who would draw the last token?"""
+def test_a_retry_with_one_token_left_samples_it_although_all_is_cached(node):
+    """There is no hand-over then, so no other node would sample the last token."""
     first = prefill(node, 8, max_new_tokens=2)
     token = node.of(first, Sampled)[0].token_id
     node.scheduler.release(first)
@@ -373,11 +370,11 @@ def test_a_replan_with_one_token_left_draws_it_here_though_all_is_cached(node):
     assert node.scheduler.is_quiescent()
 
 
-def test_a_failed_sequence_whose_blocks_are_still_read_is_in_order(node):
+def test_a_failed_sequence_with_a_pin_keeps_the_invariants(node):
     seq_id = node.scheduler.add(make_spec(6, mode="prefill"), 0.0)
-    plan = node.scheduler.schedule(0.0).plan
+    batch = node.scheduler.schedule(0.0).batch
     node.scheduler.pin(seq_id)
-    node.scheduler.apply(StepResult(plan.step_id, failed={seq_id: "not-a-number logits"}), 0.1)
+    node.scheduler.apply(StepResult(batch.step_id, failed={seq_id: "not-a-number logits"}), 0.1)
     node.scheduler.check_invariants()
     node.scheduler.unpin(seq_id)
     assert node.scheduler.is_quiescent()

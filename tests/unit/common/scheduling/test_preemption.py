@@ -1,13 +1,10 @@
-"""Decode out of blocks: who gives back, who never does, and that it cannot lock up."""
+"""Decoding without free blocks: which sequence is preempted, which never is, and that there is no deadlock."""
 
 import pytest
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.scheduling.events import Finished, Preempted
-from kvferry.common.scheduling.preemption_policy import (
-    best_of,
-    choose_victim,
-)
+from kvferry.common.scheduling.preemption_policy import best_of, choose_victim
 from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceStatus
 from tests.support.scheduling import FakeNode, ids, make_spec
 
@@ -22,28 +19,28 @@ def victim(sequences: list[Sequence], max_preemptions: int = 3) -> int | None:
     return None if found is None else found.seq_id
 
 
-def test_the_youngest_of_the_lowest_class():
+def test_the_victim_is_the_youngest_of_the_lowest_class():
     assert victim([seq(1, 1, 9.0), seq(2, 5, 1.0), seq(3, 5, 2.0), seq(4, 4, 3.0)]) == 3
 
 
 @pytest.mark.rule(36)
-def test_never_the_oldest_of_the_best_class():
+def test_the_victim_is_never_the_oldest_of_the_best_class():
     assert victim([seq(1, 2, 1.0)]) is None
     assert victim([seq(1, 2, 1.0), seq(2, 2, 0.5)]) == 1
     assert victim([]) is None
 
 
 @pytest.mark.rule(36)
-def test_another_one_when_the_worst_was_given_back_often_enough():
+def test_the_victim_is_never_one_preempted_max_preempt_times():
     assert victim([seq(1, 1, 0.0), seq(2, 3, 1.0), seq(3, 5, 2.0, times_preempted=3)]) == 2
     assert victim([seq(1, 1, 0.0), seq(2, 3, 1.0, 3), seq(3, 5, 2.0, 4)]) is None
 
 
-def test_none_whose_blocks_are_touched():
-    pinned, flying = seq(2, 5, 2.0), seq(3, 5, 3.0)
+def test_the_victim_is_never_one_with_blocks_in_use():
+    pinned, in_step = seq(2, 5, 2.0), seq(3, 5, 3.0)
     pinned.pins = 1
-    flying.steps_in_flight = 1
-    assert victim([seq(1, 1, 0.0), pinned, flying, seq(4, 2, 1.0)]) == 4
+    in_step.steps_in_flight = 1
+    assert victim([seq(1, 1, 0.0), pinned, in_step, seq(4, 2, 1.0)]) == 4
 
 
 def make_node(num_blocks: int) -> FakeNode:
@@ -52,7 +49,7 @@ def make_node(num_blocks: int) -> FakeNode:
     )
 
 
-def test_a_sequence_that_needs_a_block_takes_it_from_the_worst():
+def test_a_sequence_that_needs_a_block_preempts_the_worst():
     node = make_node(6)
     best = node.scheduler.add(make_spec(7, max_new_tokens=14, priority=1), 0.0)
     worst = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=14, priority=5), 0.0)
@@ -69,7 +66,7 @@ def test_a_sequence_that_needs_a_block_takes_it_from_the_worst():
     assert node.scheduler.is_quiescent()
 
 
-def test_the_one_in_need_gives_itself_back_when_it_is_the_worst():
+def test_a_sequence_that_needs_a_block_and_is_the_worst_is_preempted():
     node = make_node(4)
     best = node.scheduler.add(make_spec(6, max_new_tokens=3, priority=1), 0.0)  # never needs a third block
     worst = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=9, priority=5), 0.0)
@@ -78,7 +75,7 @@ def test_the_one_in_need_gives_itself_back_when_it_is_the_worst():
     assert node.of(best, Finished) != []
 
 
-def test_its_kv_is_found_again_as_prefix_cache():
+def test_kv_of_a_preempted_sequence_stays_in_the_prefix_cache():
     node = make_node(4)
     node.scheduler.add(make_spec(6, max_new_tokens=3, priority=1), 0.0)
     worst = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=9, priority=5), 0.0)
@@ -90,25 +87,25 @@ def test_its_kv_is_found_again_as_prefix_cache():
     assert node.scheduler.load().prefix_hit_tokens == before + 4
 
 
-def test_with_nobody_to_take_from_the_best_waits_and_then_goes_on():
+def test_without_a_victim_the_best_waits_and_then_continues():
     node = make_node(6)
     protected = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=8, priority=5, times_preempted=3), 0.0)
     best = node.scheduler.add(make_spec(7, max_new_tokens=14, priority=1), 0.0)
     node.step()
-    assert len(node.scheduler.block_table(protected)) == 4, "to its end"
-    plans = []
+    assert len(node.scheduler.block_table(protected)) == 4, "its full length"
+    batches = []
     while node.scheduler.status(best) is not None:
-        plan = node.step()
-        assert plan is not None
-        plans.append([part.seq_id for part in plan.scheduled])
-    assert [protected] in plans, "the best one had to wait"
+        batch = node.step()
+        assert batch is not None
+        batches.append([part.seq_id for part in batch.scheduled])
+    assert [protected] in batches, "the best sequence had to wait"
     assert node.of(protected, Finished) != []
     assert node.of(best, Finished) != []
     assert not any(isinstance(event, Preempted) for event in node.events)
 
 
 @pytest.mark.rule(10)
-def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
+def test_a_reservation_delays_the_best_only_while_it_exists():
     node = make_node(6)
     best = node.scheduler.add(make_spec(7, max_new_tokens=14, priority=1), 0.0)
     node.step()
@@ -117,29 +114,31 @@ def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
     while node.step() is not None:
         pass
     assert node.scheduler.status(best) is SequenceStatus.DECODING
-    assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (False, True), "no stuck engine"
+    assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (False, True), "not a stalled engine"
     node.scheduler.release(reservation.seq_id)
     assert (node.scheduler.work_waiting, node.scheduler.is_starved) == (True, False)
     node.run()
     assert node.of(best, Finished) != []
 
 
-def test_the_best_gets_a_last_block_before_one_that_cannot_be_taken_from():
+def test_the_best_gets_the_last_block_before_a_pinned_sequence():
     node = make_node(5)
     pinned = node.scheduler.add(make_spec(range(50, 57), max_new_tokens=8, priority=5), 0.0)
     best = node.scheduler.add(make_spec(7, max_new_tokens=8, priority=1), 0.0)
     node.step()
     node.scheduler.pin(pinned)
     node.step()
-    plan = node.step()
-    assert plan is not None
-    assert [part.seq_id for part in plan.scheduled] == [best]
+    batch = node.step()
+    assert batch is not None
+    assert [part.seq_id for part in batch.scheduled] == [best]
 
 
 def test_a_last_token_in_flight_needs_no_block():
     config = SchedulerConfig(max_running=4, max_step_tokens=16, max_steps_in_flight=2, watermark_blocks_share=0.0)
     node = FakeNode(config, num_blocks=3)
-    best = node.scheduler.add(make_spec(7, max_new_tokens=2, priority=1), 0.0)  # 8 positions: two blocks to its end
+    best = node.scheduler.add(
+        make_spec(7, max_new_tokens=2, priority=1), 0.0
+    )  # 8 positions: two blocks for its full length
     other = node.scheduler.reserve(make_spec([5], max_new_tokens=3, priority=5), 0.0)
     assert other is not None
     node.step()
@@ -165,7 +164,7 @@ def damage_waiting(scheduler) -> None:
 
 
 def damage_status(scheduler) -> None:
-    scheduler._table.get(1).status = SequenceStatus.PAUSED
+    scheduler._table.get(1).status = SequenceStatus.PREFILLED
 
 
 def damage_steps(scheduler) -> None:
@@ -212,7 +211,7 @@ def damage_final(scheduler) -> None:
 @pytest.mark.parametrize(
     "damage", [value for name, value in list(globals().items()) if name.startswith("damage_")], ids=lambda f: f.__name__
 )
-def test_check_invariants_sees_every_kind_of_damage(damage):
+def test_check_invariants_detects_all_kinds_of_damage(damage):
     node = FakeNode(SchedulerConfig(max_running=2, max_step_tokens=8))
     node.scheduler.add(make_spec(20, priority=2), 0.0)
     node.scheduler.add(make_spec([5, 6], mode="prefill", priority=1), 0.0)

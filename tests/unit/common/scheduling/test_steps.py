@@ -1,4 +1,4 @@
-"""What one step holds and what its result does: budget, chunks, order, announcements, eos and length, failures."""
+"""The content of a step and the effect of its result: budget, chunks, order, announcements, finish, failures."""
 
 from array import array
 
@@ -11,9 +11,9 @@ from kvferry.common.scheduling.step import StepBatch, StepResult
 from tests.support.scheduling import FakeNode, ids, make_spec, next_token
 
 
-def shape(plan: StepBatch | None) -> list[tuple[int, int, int, bool]]:
-    assert plan is not None
-    return [(part.seq_id, part.start_position, len(part.token_ids), part.sample) for part in plan.scheduled]
+def shape(batch: StepBatch | None) -> list[tuple[int, int, int, bool]]:
+    assert batch is not None
+    return [(part.seq_id, part.start_position, len(part.token_ids), part.sample) for part in batch.scheduled]
 
 
 def node_with(num_blocks: int = 64, **settings) -> FakeNode:
@@ -21,8 +21,8 @@ def node_with(num_blocks: int = 64, **settings) -> FakeNode:
     return FakeNode(SchedulerConfig(**{**defaults, **settings}), num_blocks=num_blocks)
 
 
-def drawn(prompt: "array[int]", count: int) -> list[int]:
-    """What an undisturbed run draws after the prompt."""
+def expected_tokens(prompt: "array[int]", count: int) -> list[int]:
+    """The tokens of an undisturbed run after the prompt."""
     known = ids(prompt)
     for _ in range(count):
         known.append(next_token(known))
@@ -30,7 +30,7 @@ def drawn(prompt: "array[int]", count: int) -> list[int]:
 
 
 @pytest.mark.rule(32)
-def test_a_prompt_is_computed_in_chunks_and_then_decodes_to_its_length():
+def test_a_prompt_is_computed_in_chunks_and_then_decodes_to_max_new_tokens():
     node = node_with()
     spec = make_spec(18, max_new_tokens=3)
     seq_id = node.scheduler.add(spec, 0.0)
@@ -41,7 +41,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decodes_to_its_length():
     assert shape(node.step()) == [(seq_id, 18, 1, True)]
     assert shape(node.step()) == [(seq_id, 19, 1, True)]
     assert node.step() is None
-    tokens = drawn(spec.token_ids, 3)
+    tokens = expected_tokens(spec.token_ids, 3)
     assert node.events == [
         Started(seq_id, 0),
         ChunkComputed(seq_id, 0, 8),
@@ -53,7 +53,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decodes_to_its_length():
     assert node.scheduler.is_quiescent()
 
 
-def test_decode_tokens_come_first_and_prompts_get_the_rest():
+def test_decode_tokens_are_first_and_prompts_get_the_rest():
     node = node_with()
     first = node.scheduler.add(make_spec(3, max_new_tokens=20), 0.0)
     node.step()
@@ -62,16 +62,16 @@ def test_decode_tokens_come_first_and_prompts_get_the_rest():
     assert shape(node.step()) == [(first, 4, 1, True), (second, 7, 7, False)]
 
 
-def test_a_prompt_under_way_keeps_going_and_what_is_left_goes_to_the_next():
+def test_a_running_prompt_continues_and_the_next_gets_the_rest():
     node = node_with()
     first = node.scheduler.add(make_spec(12), 0.0)
     second = node.scheduler.add(make_spec(range(50, 60)), 0.0)
     assert shape(node.step()) == [(first, 0, 8, False)]
-    assert node.scheduler.status(second) is SequenceStatus.WAITING, "no budget left: it takes no blocks yet"
+    assert node.scheduler.status(second) is SequenceStatus.WAITING, "no budget is left, so it allocates no blocks yet"
     assert shape(node.step()) == [(first, 8, 4, True), (second, 0, 4, False)]
 
 
-def test_a_better_class_starts_before_what_is_under_way():
+def test_a_better_class_starts_before_running_prompts():
     node = node_with()
     low = node.scheduler.add(make_spec(30, priority=4), 0.0)
     node.step()
@@ -82,7 +82,7 @@ def test_a_better_class_starts_before_what_is_under_way():
     assert node.scheduler.status(same) is SequenceStatus.WAITING
 
 
-def test_ageing_ends_being_overtaken():
+def test_ageing_prevents_overtaking():
     node = node_with()
     low = node.scheduler.add(make_spec(30, priority=2, accepted_at=0.0), 0.0)
     node.step()
@@ -90,7 +90,7 @@ def test_ageing_ends_being_overtaken():
     assert shape(node.step(10.0)) == [(low, 8, 8, False)]
 
 
-def test_max_chunk_tokens_lets_several_prompts_go_on_together():
+def test_max_chunk_tokens_shares_a_step_between_prompts():
     node = node_with(max_chunk_tokens=3)
     first = node.scheduler.add(make_spec(20), 0.0)
     assert shape(node.step()) == [(first, 0, 8, False)], "alone it gets the whole step"
@@ -98,26 +98,26 @@ def test_max_chunk_tokens_lets_several_prompts_go_on_together():
     assert shape(node.step()) == [(first, 8, 5, False), (second, 0, 3, False)]
 
 
-def test_a_sequence_is_announced_once_and_its_end_once():
+def test_a_sequence_and_its_end_are_announced_once():
     node = node_with()
     spec = make_spec(3, max_new_tokens=2)
     first = node.scheduler.add(spec, 0.0)
-    plan = node.step()
-    assert plan is not None
-    assert [(new.seq_id, new.token_ids, new.sampling) for new in plan.new] == [(first, spec.token_ids, spec.sampling)]
-    plan = node.step()
-    assert plan is not None
-    assert (plan.new, plan.finished) == ((), ())
+    batch = node.step()
+    assert batch is not None
+    assert [(new.seq_id, new.token_ids, new.sampling) for new in batch.new] == [(first, spec.token_ids, spec.sampling)]
+    batch = node.step()
+    assert batch is not None
+    assert (batch.new, batch.finished) == ((), ())
     second = node.scheduler.add(make_spec([7], max_new_tokens=2), 0.0)
-    plan = node.step()
-    assert plan is not None
-    assert ([new.seq_id for new in plan.new], plan.finished) == ([second], (first,))
-    plan = node.step()
-    assert plan is not None
-    assert plan.finished == ()
+    batch = node.step()
+    assert batch is not None
+    assert ([new.seq_id for new in batch.new], batch.finished) == ([second], (first,))
+    batch = node.step()
+    assert batch is not None
+    assert batch.finished == ()
 
 
-def test_the_specs_ids_are_not_touched():
+def test_the_ids_of_the_spec_are_not_changed():
     node = node_with()
     spec = make_spec(3)
     before = ids(spec.token_ids)
@@ -126,17 +126,17 @@ def test_the_specs_ids_are_not_touched():
     assert spec.token_ids == before
 
 
-def test_layers_are_reported_only_for_what_may_be_ferried():
+def test_layers_are_reported_only_for_kv_that_may_be_transferred():
     node = node_with()
     node.scheduler.add(make_spec(3, mode="prefill", max_new_tokens=1), 0.0)
     node.scheduler.add(make_spec(2, mode="decode"), 0.0)
-    plan = node.step()
-    assert plan is not None
-    assert not plan.report_layers
+    batch = node.step()
+    assert batch is not None
+    assert not batch.report_layers
     node.scheduler.add(make_spec([8, 9], mode="prefill", max_new_tokens=2), 0.0)
-    plan = node.step()
-    assert plan is not None
-    assert plan.report_layers
+    batch = node.step()
+    assert batch is not None
+    assert batch.report_layers
 
 
 def test_a_common_prefix_is_computed_once():
@@ -149,12 +149,12 @@ def test_a_common_prefix_is_computed_once():
     assert node.scheduler.load().prefix_hit_tokens == 12
 
 
-def test_generated_tokens_become_prefix_cache_too():
+def test_generated_tokens_enter_the_prefix_cache():
     node = node_with(max_step_tokens=32)
     spec = make_spec(6, max_new_tokens=7)
     node.scheduler.add(spec, 0.0)
     node.run()
-    follow_up = make_spec([*spec.token_ids, *drawn(spec.token_ids, 6), 3], max_new_tokens=1)
+    follow_up = make_spec([*spec.token_ids, *expected_tokens(spec.token_ids, 6), 3], max_new_tokens=1)
     seq_id = node.scheduler.add(follow_up, 0.0)
     node.step()
     assert node.of(seq_id, Started) == [Started(seq_id, 12)]
@@ -164,17 +164,17 @@ def test_generated_tokens_become_prefix_cache_too():
     ({}, "stop", 1),
     ({"ignore_eos": True}, "length", 6),
 ])  # fmt: skip
-def test_eos_ends_unless_it_is_to_be_ignored(sampling, reason, count):
+def test_eos_ends_a_sequence_unless_ignored(sampling, reason, count):
     spec = make_spec(5, max_new_tokens=6, **sampling)
-    node = node_with(eos_token_ids=frozenset(drawn(spec.token_ids, 1)))
+    node = node_with(eos_token_ids=frozenset(expected_tokens(spec.token_ids, 1)))
     seq_id = node.scheduler.add(spec, 0.0)
     node.run()
     assert len(node.of(seq_id, Sampled)) == count
     assert node.of(seq_id, Finished) == [Finished(seq_id, reason)]
 
 
-def test_stop_token_ids_end_like_an_eos():
-    third = drawn(make_spec(5).token_ids, 3)[2]
+def test_stop_token_ids_end_a_sequence():
+    third = expected_tokens(make_spec(5).token_ids, 3)[2]
     node = node_with()
     seq_id = node.scheduler.add(make_spec(5, max_new_tokens=9, stop_token_ids=(third,)), 0.0)
     node.run()
@@ -191,7 +191,7 @@ def test_outputs_of_earlier_attempts_count():
     assert node.of(seq_id, Finished) == [Finished(seq_id, "length")]
 
 
-def test_the_last_chunk_is_not_told_when_the_sequence_ends_with_it():
+def test_no_chunk_computed_for_the_chunk_that_ends_the_sequence():
     node = node_with()
     seq_id = node.scheduler.add(make_spec(10, mode="prefill", max_new_tokens=1), 0.0)
     node.run()
@@ -199,13 +199,13 @@ def test_the_last_chunk_is_not_told_when_the_sequence_ends_with_it():
     assert node.scheduler.is_quiescent()
 
 
-def test_a_failure_ends_its_sequence_alone_and_leaves_no_cache():
+def test_a_failure_ends_only_its_sequence_which_is_not_cached():
     node = node_with(max_step_tokens=16)
     bad = node.scheduler.add(make_spec(8), 0.0)
     good = node.scheduler.add(make_spec(range(50, 55)), 0.0)
-    plan = node.schedule()
-    assert plan is not None
-    events = node.finish(plan, failed={bad: "not a number"})
+    batch = node.schedule()
+    assert batch is not None
+    events = node.finish(batch, failed={bad: "not a number"})
     assert Failed(bad, "not a number") in events
     assert node.scheduler.status(bad) is None
     assert node.scheduler.status(good) is SequenceStatus.DECODING
@@ -214,82 +214,58 @@ def test_a_failure_ends_its_sequence_alone_and_leaves_no_cache():
     assert node.of(again, Started) == [Started(again, 0)]
 
 
-def test_a_failure_takes_earlier_chunks_out_of_the_cache():
+def test_a_failure_removes_earlier_chunks_from_the_cache():
     node = node_with()
     bad = node.scheduler.add(make_spec(12), 0.0)
     node.step()
-    plan = node.schedule()
-    assert plan is not None
-    node.finish(plan, failed={bad: "step failed"})
+    batch = node.schedule()
+    assert batch is not None
+    node.finish(batch, failed={bad: "step failed"})
     again = node.scheduler.add(make_spec(12), 0.0)
     node.step()
     assert node.of(again, Started) == [Started(again, 0)]
 
 
-def test_one_step_in_flight_unless_told_otherwise():
+def test_one_step_in_flight_by_default():
     node = node_with()
     node.scheduler.add(make_spec(20), 0.0)
     assert node.schedule() is not None
     assert node.schedule() is None
 
 
-def test_a_second_step_goes_on_where_the_first_ends_and_draws_no_token_twice():
+def test_a_second_step_continues_the_first_and_samples_no_token_twice():
     node = node_with(max_steps_in_flight=2)
     first = node.scheduler.add(make_spec(16, max_new_tokens=2), 0.0)
-    plans = [node.schedule(), node.schedule()]
-    assert [shape(plan) for plan in plans] == [[(first, 0, 8, False)], [(first, 8, 8, True)]]
+    batches = [node.schedule(), node.schedule()]
+    assert [shape(batch) for batch in batches] == [[(first, 0, 8, False)], [(first, 8, 8, True)]]
     assert node.schedule() is None
-    for plan in plans:
-        assert plan is not None
-        node.finish(plan)
+    for batch in batches:
+        assert batch is not None
+        node.finish(batch)
     one = node.schedule()
     assert shape(one) == [(first, 16, 1, True)]
-    assert node.schedule() is None, "its last token is being drawn"
+    assert node.schedule() is None, "its last token is in flight"
     assert one is not None
     node.finish(one)
     node.run()
     assert node.scheduler.is_quiescent()
 
 
-def test_results_must_fit_the_plan():
+def test_results_must_fit_the_batch():
     node = node_with()
     seq_id = node.scheduler.add(make_spec(3), 0.0)
     with pytest.raises(InvariantError, match="not the oldest"):
         node.scheduler.apply(StepResult(1), 0.0)
-    plan = node.schedule()
-    assert plan is not None
+    batch = node.schedule()
+    assert batch is not None
     wrong = [
-        StepResult(plan.step_id),
-        StepResult(plan.step_id, {seq_id: 1, 99: 1}),
-        StepResult(plan.step_id, {seq_id: 1}, {99: "x"}),
-        StepResult(plan.step_id + 1, {seq_id: 1}),
+        StepResult(batch.step_id),
+        StepResult(batch.step_id, {seq_id: 1, 99: 1}),
+        StepResult(batch.step_id, {seq_id: 1}, {99: "x"}),
+        StepResult(batch.step_id + 1, {seq_id: 1}),
     ]
     for result in wrong:
         with pytest.raises(InvariantError):
             node.scheduler.apply(result, 0.0)
-    node.finish(plan)
-    assert node.scheduler.status(seq_id) is SequenceStatus.DECODING
-
-
-def test_a_paused_prompt_keeps_its_blocks_and_gets_no_chunk():
-    node = node_with()
-    seq_id = node.scheduler.add(make_spec(20), 0.0)
-    node.step()
-    held = node.scheduler.block_table(seq_id)
-    node.scheduler.pause(seq_id)
-    assert node.step() is None
-    assert node.scheduler.block_table(seq_id) == held
-    assert not node.scheduler.work_waiting
-    assert node.scheduler.load().waiting_tokens == 12
-    node.scheduler.resume(seq_id)
-    assert shape(node.step()) == [(seq_id, 8, 8, False)]
-
-
-def test_a_pause_that_comes_after_the_last_chunk_was_sent_off_is_moot():
-    node = node_with()
-    seq_id = node.scheduler.add(make_spec(5), 0.0)
-    plan = node.schedule()
-    node.scheduler.pause(seq_id)
-    assert plan is not None
-    node.finish(plan)
+    node.finish(batch)
     assert node.scheduler.status(seq_id) is SequenceStatus.DECODING
