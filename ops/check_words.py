@@ -1,6 +1,7 @@
-"""Reports words that the project does not use (`check_words.toml`): `python -m kvferry.ops.check_words [PATH ...]`.
+"""Finds banned words (`check_words.toml`) in the repository: `python -m kvferry.ops.check_words [PATH ...]`.
 
-Reads every file that git tracks, prints one line for each finding, and ends with 1 if there are any. Changes nothing.
+Reads the text files that git tracks, prints one line for each finding, and exits with 1 if there are any. Changes
+nothing.
 """
 
 import argparse
@@ -20,7 +21,7 @@ _PRODUCT = re.compile(r"kvferry", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern that no text may have, and what to say in place of it."""
+    """A banned pattern, and what to write instead."""
 
     pattern: str
     instead: str
@@ -29,19 +30,19 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The rules, and the patterns that each path (a glob) is allowed."""
+    """All rules, and the patterns that are allowed in the paths of each glob."""
 
     rules: tuple[Rule, ...]
     allowed: dict[str, frozenset[str]]
 
     def rules_for(self, path: str) -> tuple[Rule, ...]:
-        """What holds for the file at `path`, relative to the repository's top."""
+        """The rules for the file at `path`, relative to the top of the repository."""
         free = frozenset[str]().union(*(names for glob, names in self.allowed.items() if fnmatch(path, glob)))
         return () if _EVERY in free else tuple(rule for rule in self.rules if rule.pattern not in free)
 
 
 def read_words(file: Path = WORDS) -> Words:
-    """The table in `file`. Raises ValueError where an allowed pattern is no banned one."""
+    """Read the table in `file`. Raises ValueError if an allowed pattern is not a banned one."""
     table = tomllib.loads(file.read_text(encoding="utf-8"))
     banned: dict[str, str] = table["banned"]
     rules = tuple(Rule(pattern, instead, _compile(pattern)) for pattern, instead in banned.items())
@@ -53,7 +54,7 @@ def read_words(file: Path = WORDS) -> Words:
 
 
 def findings(text: str, rules: Sequence[Rule]) -> Iterator[tuple[int, str, Rule]]:
-    """Line number, the word as it stands there, and the rule against it. A phrase may cross one line break."""
+    """Line number, matched text, and rule of each finding. A phrase may cross one line break."""
     readable = _PRODUCT.sub("product", text)
     for rule in rules:
         for match in rule.regex.finditer(readable):
@@ -61,34 +62,39 @@ def findings(text: str, rules: Sequence[Rule]) -> Iterator[tuple[int, str, Rule]
 
 
 def tracked_files(root: Path) -> list[str]:
-    """Paths of regular text files that git tracks below `root`."""
+    """Paths below `root`, relative to it, of the regular files that git tracks."""
     listed = subprocess.run(("git", "ls-files", "-z"), cwd=root, capture_output=True, text=True, check=True)
     paths = (path for path in listed.stdout.split("\0") if path)
     return [path for path in paths if (root / path).is_file() and not (root / path).is_symlink()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 where every word may stand."""
+    """Print the findings; returns the exit code, 0 if there are none."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.ops.check_words", description=__doc__)
     parser.add_argument("paths", nargs="*", help="files or folders, relative to the current folder; default: all")
     args = parser.parse_args(argv)
     words, count = read_words(), 0
     wanted = tuple(str(Path(path)) for path in args.paths)
-    for path in tracked_files(Path.cwd()):
+    try:
+        files = tracked_files(Path.cwd())
+    except (OSError, subprocess.CalledProcessError):
+        sys.stderr.write("check_words: skipped, since the current folder is not in a git repository\n")
+        return 0
+    for path in files:
         if wanted and not any(path == prefix or path.startswith(f"{prefix}/") for prefix in wanted):
             continue
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # a picture
-        for line, said, rule in sorted(findings(text, words.rules_for(path)), key=lambda found: found[0]):
-            sys.stdout.write(f"{path}:{line}: '{said}'; say: {rule.instead}\n")
+        for line, match, rule in sorted(findings(text, words.rules_for(path)), key=lambda found: found[0]):
+            sys.stdout.write(f"{path}:{line}: '{match}'; write: {rule.instead}\n")
             count += 1
     return 1 if count else 0
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
-    """Whole words, with underscores, blanks or one line break (and a comment sign) between them."""
+    """Match whole words, separated by spaces, an underscore, or one line break with a comment sign."""
     spaced = pattern.replace(" ", r"(?:[ _]|[ ]*\n[ #>*]*)")
     return re.compile(rf"(?<![a-zA-Z])(?:{spaced})(?![a-zA-Z])", re.IGNORECASE)
 

@@ -1,7 +1,4 @@
-"""A colocated node: both roles in one process, over one engine and one pool of blocks. Composition only.
-
-The roles do not import each other; only here are they brought together.
-"""
+"""A colocated node: both roles in one process, over one engine and one block pool. Composition only."""
 
 from kvferry.common.config.schema import ClusterConfig
 from kvferry.common.node.process import run_node
@@ -9,5 +6,5 @@ from kvferry.ops.roles import make_colocated_roles
 
 
 def run(config: ClusterConfig) -> int:
-    """Serve until asked to stop. Returns the exit code."""
+    """Serve until a stop signal. Returns the exit code."""
     return run_node(config, "colocated", make_colocated_roles)

@@ -1,4 +1,4 @@
-"""Which model a configuration or an option means: a path that is there; the small real model where none is given."""
+"""Resolves the model that a configuration or an option names; the default is the small real model."""
 
 from pathlib import Path
 
@@ -12,30 +12,30 @@ from kvferry.ops import model_store
 
 
 def option_model(text: str | None) -> Path:
-    """What --model names. ConfigError when it is not there, ModelLoadError when it cannot be a model; weights are not
-    looked at."""
+    """The path that --model names. Raises ConfigError if it does not exist, ModelLoadError if its files cannot be a
+    model; does not read weights."""
     if not text:
         return model_store.ensure_model()
     path = Path(text).expanduser()
     if not path.exists():
-        raise ConfigError(f"--model: {path} is not there")
+        raise ConfigError(f"--model: {path} does not exist")
     check_model_files(path)
     return path
 
 
 def served_name(config: ClusterConfig) -> str:
-    """What the configured model is called in URLs: the same for router and nodes, whether its files are here or not."""
+    """The configured model's name in URLs: the same on every host, whether the files exist there or not."""
     if config.model.name or not config.model.path:
         return config.model.name or model_store.MODEL_NAME
     return model_name(_with(config, path=str(_absolute(config.model.path))))
 
 
 def with_model(config: ClusterConfig) -> ClusterConfig:
-    """The configuration with model.path and model.name filled in. Fetches the small model if it is the one and not
-    there. ConfigError when the path is not there."""
+    """The configuration with model.path and model.name filled in; fetches the small model if needed. Raises ConfigError
+    if the path does not exist."""
     path = _absolute(config.model.path) if config.model.path else model_store.ensure_model()
     if not path.exists():
-        raise ConfigError(f"model.path: {path} is not there")
+        raise ConfigError(f"model.path: {path} does not exist")
     return _with(config, path=str(path), name=served_name(config))
 
 

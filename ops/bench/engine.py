@@ -1,6 +1,7 @@
-"""Measures the engine by itself: prompt and decode tokens a second through the node's own runner, beside the machine.
+"""Measures the engine by itself: prefill and decode tokens per second through the node's runner, next to the limits of
+the machine.
 
-Whole steps are timed, batch layout and sampling included; no scheduler, no node, no network. Medians.
+Whole steps are timed, with batch layout and sampling; there is no scheduler, node or network. Times are medians.
 """
 
 import random
@@ -29,19 +30,13 @@ from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.ranks.runner import LeadRunner
 from kvferry.common.ranks.team import RankTeam
 from kvferry.common.scheduling.step import NewSequence, ScheduledSequence, StepBatch
-from kvferry.ops.bench.limits import (
-    MachineLimits,
-    measure_limits,
-    step_needs,
-)
+from kvferry.ops.bench.limits import MachineLimits, measure_limits, step_needs
 from kvferry.ops.bench.peers.run import PeerOutcome
 from kvferry.ops.bench.peers.spec import PeerTask
-from kvferry.ops.bench.progress import (
-    tell,
-    told_cases,
-)
+from kvferry.ops.bench.progress import case_progress, write_progress
 from kvferry.ops.bench.ranks import Weights, make_team
 from kvferry.ops.bench.report import EngineReport, MachineFacts, PeerReport, Rate
+from kvferry.ops.cli.pluralize import pluralize
 
 PROMPTS = (128, 512, 2048)
 BATCHES = (1, 8, 32)
@@ -53,10 +48,10 @@ _GREEDY = SamplingParams(max_new_tokens=1)
 
 
 class EngineBench:
-    """One model on one device, with a cache that holds the largest case."""
+    """One model on one device, with a cache large enough for the largest case."""
 
     def __init__(self, loaded: LoadedModel, device: Device, team: RankTeam | None = None) -> None:
-        """Allocates the cache. `loaded` is rank 0's part where there is a team, which begins here."""
+        """Allocate the cache. With a team, `loaded` is the part of rank 0, and the team starts its engine here."""
         tokens = max(*PROMPTS, *(batch * (CONTEXT + _DECODE_STEPS + _BLOCK_SIZE) for batch in BATCHES))
         self._block_size = device.supported_block_size(_BLOCK_SIZE)
         blocks = -(-tokens // self._block_size) + len(BATCHES) * max(BATCHES)
@@ -76,13 +71,13 @@ class EngineBench:
         return statistics.median(self._prompt(length) for _ in range(_PROMPT_ROUNDS))
 
     def decode(self, batch: int) -> float:
-        """Median seconds of a step of `batch` sequences with CONTEXT cached tokens and a few."""
+        """Median seconds of a step of `batch` sequences, each with CONTEXT to CONTEXT + _DECODE_STEPS cached tokens."""
         per_sequence = -(-(CONTEXT + _DECODE_STEPS) // self._block_size)
         tables = [tuple(range(i * per_sequence, (i + 1) * per_sequence)) for i in range(batch)]
         ids = [next(self._ids) for _ in tables]
         prompt = self._tokens(CONTEXT)
         self._run([(ids[0], prompt, 0, tables[0])], new={ids[0]: prompt})
-        # The others get copies of its cache: what is in it does not change the time, that it is theirs does.
+        # The other sequences get copies of its cache: the contents do not change the time, separate blocks do.
         layers = self._cache.num_layers
         cached = self._cache.read(0, layers, tables[0], 0, CONTEXT)
         for table in tables[1:]:
@@ -111,9 +106,9 @@ class EngineBench:
             for seq_id, tokens, start, table in work
         )
         added = tuple(NewSequence(seq_id, tokens, _GREEDY) for seq_id, tokens in (new or {}).items())
-        plan = StepBatch(next(self._steps), scheduled, added)
+        batch = StepBatch(next(self._steps), scheduled, added)
         start = time.perf_counter()
-        self._runner.execute(plan)
+        self._runner.execute(batch)
         return time.perf_counter() - start
 
     def _add(self, ids: list[int], tokens: "array[int]") -> None:
@@ -129,7 +124,7 @@ class EngineBench:
 
 @dataclass(frozen=True, slots=True)
 class EngineRun:
-    """What was found, and what it takes to judge others by the same measure."""
+    """The report of a run, and what is needed to rate peers against the same limits."""
 
     report: EngineReport
     config: TransformerConfig
@@ -138,7 +133,7 @@ class EngineRun:
     limits: MachineLimits
 
     def rate(self, kind: str, size: int, seconds: float) -> Rate:
-        """Of a case: `prefill` of so many tokens, or `decode` of so many sequences."""
+        """The rate of a case: `prefill` of `size` tokens, or `decode` of `size` sequences."""
         new, context, sequences = (size, 0, 1) if kind == "prefill" else (1, CONTEXT, size)
         needs = step_needs(self.config, self.dtype, new, context, sequences, self.scheme)
         tokens = new * sequences
@@ -147,7 +142,7 @@ class EngineRun:
         return Rate(round(rate, 1), None if most is None else round(rate / most, 3))
 
     def task(self, path: Path) -> PeerTask:
-        """The same cases for peers."""
+        """The cases of this run, for peers."""
         return PeerTask(
             model=str(path),
             dtype=self.report.dtype,
@@ -161,7 +156,7 @@ class EngineRun:
         )
 
     def peer(self, outcome: PeerOutcome) -> PeerReport:
-        """A peer's times in the same figures."""
+        """Convert a peer's times to rates."""
         times = outcome.times
         if times is None:
             return PeerReport(outcome.name, outcome.error)
@@ -173,7 +168,7 @@ class EngineRun:
 def run_bench(path: Path, threads: int, weights: Weights, name: str, progress: bool, ranks: int = 1) -> EngineRun:
     """Load the model, measure every case and the machine, on the CPU. Raises ModelLoadError.
 
-    Several ranks share the threads; the machine is measured with all of them.
+    `ranks` processes share the threads; the machine's limits are measured with all threads.
     """
     if ranks == 1:
         return _run(path, threads, threads, weights, name, progress, None)
@@ -198,24 +193,24 @@ def _run(
     device.activate_thread()
     collectives = ALONE if team is None else team.collectives
     if not progress:
-        tell(f"engine: loading {name}")
+        write_progress(f"engine: loading {name}")
     loaded = load_model(
         path, device=device, dtype=weights.dtype, scheme=weights.scheme, progress=progress, collectives=collectives
     )
     bench = EngineBench(loaded, device, team)
     ready_s = time.time() - psutil.Process().create_time()
-    # Prompts longer than the model can take are left out.
+    # Skip prompts that are longer than the model allows.
     prompts = [length for length in PROMPTS if length <= loaded.info.max_model_len]
     seconds: dict[tuple[str, int], float] = {}
-    with told_cases("engine", len(prompts) + len(BATCHES) + 1, progress) as begin:
+    with case_progress("engine", len(prompts) + len(BATCHES) + 1, progress) as begin:
         for length in prompts:
-            begin(f"a prompt of {length} tokens")
+            begin(f"prefill of {length} tokens")
             seconds["prefill", length] = bench.prompt(length)
         for batch in BATCHES:
-            begin(f"decoding {batch} at once")
+            begin(f"decode of {pluralize(batch, 'sequence')}")
             seconds["decode", batch] = bench.decode(batch)
         rss_mb = psutil.Process().memory_info().rss / 1e6
-        begin("the machine's limits")
+        begin("limits of the machine")
         torch.set_num_threads(threads)
         limits = measure_limits(device.ops, loaded.dtype)
     report = EngineReport(

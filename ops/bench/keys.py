@@ -1,8 +1,7 @@
-"""What keys cost ferried KV: bytes through the KV sockets with CURVE and without, over tcp on loopback, in one run.
+"""Measures what CURVE costs a KV transfer: throughput of the KV sockets with and without keys, tcp on loopback.
 
-Run as `python -m kvferry.ops.bench.keys`. Both ends are in this process, each with a ZeroMQ context and so an IO thread
-of its own: it is these two that encrypt and decrypt. The bytes are one piece's, sent again and again as the KV mover
-sends them.
+Run as `python -m kvferry.ops.bench.keys`. Both ends are in this process, each with its own ZeroMQ context and IO
+thread, which encrypts or decrypts. The bytes of one piece are sent repeatedly, as the KV mover sends pieces.
 """
 
 import argparse
@@ -29,8 +28,8 @@ SECONDS = 1.0
 _MB = 1e6
 
 
-def measure(security: Security | None, seconds: float) -> float:
-    """Megabytes a second from a link socket to a node socket, pieces of PIECE_BYTES."""
+def measure_rate(security: Security | None, seconds: float) -> float:
+    """Megabytes per second from a link socket to a node socket, in pieces of PIECE_BYTES."""
     options = SocketOptions.kv(Limits(), HIGH_WATER)
     sending, receiving = TransportContext(security), TransportContext(security)
     node = NodeSocket(receiving, options)
@@ -53,20 +52,20 @@ def _rate(node: NodeSocket, link: LinkSocket, seconds: float) -> float:
     begun: float | None = None
     loop = PollLoop()
 
-    def take() -> None:
+    def on_readable() -> None:
         nonlocal received, begun
         for _ in node.receive():
-            if begun is None:  # the connection stands, the first piece is through
+            if begun is None:  # the first piece has arrived: the handshake is not measured
                 begun = time.perf_counter()
             else:
                 received += 1
 
-    def give() -> None:
+    def on_writable() -> None:
         while link.try_send([piece]):
             pass
 
-    loop.add(node, take)
-    loop.add(link, give)
+    loop.add(node, on_readable)
+    loop.add(link, on_writable)
     loop.watch_writable(link, True)
     while begun is None or time.perf_counter() - begun < seconds:
         loop.run_once(1.0)
@@ -74,7 +73,7 @@ def _rate(node: NodeSocket, link: LinkSocket, seconds: float) -> float:
 
 
 def make_security(folder: Path) -> Security:
-    """A node's keys."""
+    """Keys of a node that allows itself."""
     public, secret = new_pair("node")
     allowed = folder / "allowed"
     allowed.write_text(key_line("public", public))
@@ -82,19 +81,19 @@ def make_security(folder: Path) -> Security:
 
 
 def main(argv: list[str]) -> int:
-    """Measure in turns and print both medians and their ratio."""
+    """Measure alternately; print both medians and their ratio."""
     argparse.ArgumentParser(prog="python -m kvferry.ops.bench.keys", description=__doc__).parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         security = make_security(Path(folder))
         plain, curve = [], []
         for _ in range(ROUNDS):
-            plain.append(measure(None, SECONDS))
-            curve.append(measure(security, SECONDS))
+            plain.append(measure_rate(None, SECONDS))
+            curve.append(measure_rate(security, SECONDS))
     without, with_keys = statistics.median(plain), statistics.median(curve)
     sys.stdout.write(
-        f"pieces of {PIECE_BYTES / 2**20:g} MiB over loopback, median of {ROUNDS} rounds in turns\n"
+        f"pieces of {PIECE_BYTES / 2**20:g} MiB over loopback, median of {ROUNDS} alternating rounds\n"
         f"without keys  {without:8.0f} MB/s\n"
-        f"with keys     {with_keys:8.0f} MB/s   {with_keys / without:.2f} of that\n"
+        f"with keys     {with_keys:8.0f} MB/s   {with_keys / without:.2f} of the rate without\n"
     )
     return 0
 

@@ -1,8 +1,8 @@
-"""Measures how fast KV is ferried between two processes of this host: `python -m kvferry.ops.bench.kv_transfer`.
+"""Measures the KV transfer between two processes of this host: `python -m kvferry.ops.bench.kv_transfer`.
 
-The real movers, caches in host memory, checksums as configured by default. A second process receives; both ends run at
-the same time, on two cores if there are two. The figure is bytes taken in over the time from the first piece sent to
-the last one written.
+Uses the real movers, caches in host memory, and checksums (the default). A second process sends; both ends run at the
+same time, on two cores if there are two. The rate is bytes received over the time from the first piece sent to the
+last one written.
 """
 
 import argparse
@@ -16,17 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.base.python_command import python_command
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-)
+from kvferry.common.cluster.events import KvSendFailed, PieceArrived, PieceBad
 from kvferry.common.config.protocol import Limits
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.kv_transfer.shm import ShmReach, ShmSlots
@@ -40,12 +32,12 @@ KEY = TransferKey(RequestId("3" * 32), 1, 1, SENDER, RECEIVER)
 SLOTS = tuple(range(Limits().staging_slots_per_transfer))
 TIMEOUT_S = 120.0
 CACHE_BYTES = 33_554_432
-PIECE_BYTES = (65_536, 1_048_576)
+PIECE_SIZES = (65_536, 1_048_576)
 
 
 @dataclass(slots=True)
 class BenchHostCache:
-    """A cache of bytes where position p of layer 0 is byte p: reading and writing are one copy each."""
+    """A cache of bytes where position p of layer 0 is byte p: a read and a write are one copy each."""
 
     memory: bytearray
 
@@ -62,7 +54,7 @@ class BenchHostCache:
 
 @dataclass(slots=True)
 class Counter:
-    """Waits for a number of pieces."""
+    """Waits for `wanted` pieces."""
 
     wanted: int
     done: threading.Event = field(default_factory=threading.Event)
@@ -70,7 +62,7 @@ class Counter:
     _arrived: int = 0
 
     def __call__(self, event: KvEvent) -> None:
-        """An event of the mover."""
+        """Count an event of the mover."""
         if isinstance(event, PieceBad | KvSendFailed):
             self.fault = str(event)
             self.done.set()
@@ -80,14 +72,14 @@ class Counter:
                 self.done.set()
 
     def wait(self) -> None:
-        """Until they are there. RuntimeError when they are not, or a piece was bad."""
+        """Return when all have arrived. Raises RuntimeError after TIMEOUT_S, or if a piece was bad."""
         if not self.done.wait(TIMEOUT_S) or self.fault:
             raise RuntimeError(self.fault or f"{self._arrived} of {self.wanted} pieces in {TIMEOUT_S:g} s")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLoad:
-    """What is ferried."""
+    """The pieces to transfer."""
 
     piece_bytes: int
     num_pieces: int
@@ -95,11 +87,11 @@ class TransferLoad:
 
     @property
     def cache_bytes(self) -> int:
-        """Pieces go round in a cache of this size."""
+        """Size of the cache; pieces wrap around in it."""
         return max(1, CACHE_BYTES // self.piece_bytes) * self.piece_bytes
 
     def piece(self, number: int) -> Piece:
-        """The piece of this number, without data."""
+        """Piece `number`, without data."""
         start = number * self.piece_bytes % self.cache_bytes
         return Piece(
             key=KEY,
@@ -113,24 +105,26 @@ class TransferLoad:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Those that the sender may write into."""
+        """Staging slots that the sender may write to."""
         return SLOTS if self.transport == "shm" else ()
 
 
 @contextlib.contextmanager
-def mover(own: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None]) -> Iterator[tuple[ZmqKvMover, str]]:
-    """A mover that runs, and its endpoint."""
+def mover(
+    self_id: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None]
+) -> Iterator[tuple[ZmqKvMover, str]]:
+    """A running mover, and its endpoint."""
     context = TransportContext()
     made = ZmqKvMover(
         context,
-        own,
+        self_id,
         "tcp://127.0.0.1:*",
         BenchHostCache(bytearray(os.urandom(load.piece_bytes)) * (load.cache_bytes // load.piece_bytes)),
         Limits(),
         post,
         checksum=True,
         memory=ShmSlots(len(SLOTS), load.piece_bytes),
-        reach=ShmReach(own),
+        reach=ShmReach(self_id),
     )
     try:
         yield made, made.start()
@@ -140,7 +134,8 @@ def mover(own: Incarnation, load: TransferLoad, post: Callable[[KvEvent], None])
 
 
 def send(load: TransferLoad, endpoint: str, place: str) -> None:
-    """The other process: warms up with one piece, sends all when told to, and says at the end what CPU time it took."""
+    """The sending process: sends one piece as warm-up, all pieces after a line on stdin, and prints its CPU seconds
+    after another line."""
     with mover(SENDER, load, lambda _: None) as (made, _):
         made.open(RECEIVER, endpoint, staging=place)
         made.send(load.piece(load.num_pieces), (), load.slots)
@@ -154,16 +149,16 @@ def send(load: TransferLoad, endpoint: str, place: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one round."""
+class TransferRate:
+    """Result of one round."""
 
     mb_per_s: float
     cpu_ms_per_mb: float
-    """Of both ends; hardly moved by what else runs."""
+    """CPU time of both ends; other processes hardly change it."""
 
 
-def measure(load: TransferLoad) -> Figures:
-    """RuntimeError when pieces do not come, or come wrong."""
+def measure_transfer(load: TransferLoad) -> TransferRate:
+    """Run one round. Raises RuntimeError if a piece is missing or bad, or took the wrong transport."""
     warm, counter = Counter(1), Counter(load.num_pieces + 1)
 
     def post(event: KvEvent) -> None:
@@ -178,7 +173,7 @@ def measure(load: TransferLoad) -> Figures:
             try:
                 warm.wait()
                 started, cpu_started = time.perf_counter(), time.process_time()
-                _say(sender, "go\n")
+                _write(sender, "go\n")
                 counter.wait()
                 elapsed, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
                 cpu_s += float(sender.communicate("done\n")[0])
@@ -186,22 +181,22 @@ def measure(load: TransferLoad) -> Figures:
                 sender.kill()
         staged = made.counts()[1]["staged"]
     if bool(load.slots) != (staged > 0):
-        raise RuntimeError(f"{staged} pieces came by staging slots")
+        raise RuntimeError(f"{staged} pieces arrived through staging slots, with transport {load.transport}")
     megabytes = load.piece_bytes * load.num_pieces / 1e6
-    return Figures(megabytes / elapsed, 1000 * cpu_s / megabytes)
+    return TransferRate(megabytes / elapsed, 1000 * cpu_s / megabytes)
 
 
-def _say(process: "subprocess.Popen[str]", text: str) -> None:
+def _write(process: "subprocess.Popen[str]", text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(text)
     process.stdin.flush()
 
 
 def main() -> int:
-    """Print a line for each transport and size."""
+    """Print a line for each transport and piece size."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.ops.bench.kv_transfer", description=__doc__)
-    parser.add_argument("--mib", type=positive, default=512, help="how much is ferried in each round")
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--mib", type=positive, default=512, help="MiB to transfer in each round (512)")
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds of each measurement (5)")
     parser.add_argument("--send", nargs=2, metavar=("ENDPOINT", "PLACE"), help=argparse.SUPPRESS)
     parser.add_argument("--pieces", nargs=2, type=int, default=(0, 0), help=argparse.SUPPRESS)
     parser.add_argument("--transport", choices=("shm", "zmq"), default="zmq", help=argparse.SUPPRESS)
@@ -209,15 +204,15 @@ def main() -> int:
     if arguments.send is not None:
         send(TransferLoad(arguments.pieces[0], arguments.pieces[1], arguments.transport), *arguments.send)
         return 0
-    for piece_bytes in PIECE_BYTES:
+    for piece_bytes in PIECE_SIZES:
         for transport in ("shm", "zmq"):
             load = TransferLoad(piece_bytes, arguments.mib * 1_048_576 // piece_bytes, transport)
-            rounds = [measure(load) for _ in range(arguments.rounds)]
-            rates = sorted(figures.mb_per_s for figures in rounds)
-            cpu = statistics.median(figures.cpu_ms_per_mb for figures in rounds)
+            rounds = [measure_transfer(load) for _ in range(arguments.rounds)]
+            rates = sorted(result.mb_per_s for result in rounds)
+            cpu = statistics.median(result.cpu_ms_per_mb for result in rounds)
             sys.stdout.write(
                 f"{transport}, pieces of {piece_bytes // 1024} KiB: median {statistics.median(rates):.0f} MB/s, "
-                f"{rates[0]:.0f} to {rates[-1]:.0f}; {cpu:.2f} ms of CPU a megabyte\n"
+                f"{rates[0]:.0f} to {rates[-1]:.0f}; {cpu:.2f} ms of CPU per MB\n"
             )
             sys.stdout.flush()
     return 0

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run, and what a step of a model needs of it at least."""
+"""Limits of this machine, measured (memory bandwidth, matmul rate), and the least work that a model's step needs."""
 
 import time
 from collections.abc import Callable
@@ -18,29 +18,29 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """With the threads of the calling thread."""
+    """Measured with the calling thread's number of torch threads."""
 
     read_gb_s: float
-    """Main memory read, 10^9 bytes a second."""
+    """Bandwidth of reads from main memory, 10^9 bytes per second."""
     matmul_gflop_s: float
-    """The faster of torch's and these ops' square matmul in the model's dtype, 10^9 operations a second."""
+    """The faster of torch's and the device ops' square matmul in the model's dtype, 10^9 operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepNeeds:
-    """The least that a step of a model takes."""
+    """Least work of a model's step: operations, and bytes read from memory."""
 
     flop: float
     bytes_read: float
 
     def tokens_per_s(self, tokens: int, limits: MachineLimits) -> float:
-        """The most that a machine with these limits gives when it does nothing else."""
+        """Upper bound of the throughput on a machine with these limits."""
         seconds = max(self.flop / (limits.matmul_gflop_s * 1e9), self.bytes_read / (limits.read_gb_s * 1e9))
         return tokens / seconds
 
 
 def measure_limits(ops: Ops, dtype: torch.dtype) -> MachineLimits:
-    """Takes a second or two."""
+    """Measure; takes a second or two."""
     memory = torch.ones(_READ_BYTES // 4)
     half = memory.numel() // 2
     read = min(_best(memory.sum), _best(lambda: torch.dot(memory[:half], memory[half:])))
@@ -55,9 +55,9 @@ def step_needs(
     sequences: int,
     scheme: WeightScheme | None = None,
 ) -> StepNeeds | None:
-    """Of `sequences` with `new` tokens each behind `context` cached ones, one of each sampled.
+    """Work of a step of `sequences`, each with `new` tokens after `context` cached ones and one sampled token.
 
-    None for latent attention, whose least work depends on how it is arranged.
+    None for latent attention, whose least work depends on the order of its matmuls.
     """
     if config.mla is not None:
         return None
@@ -73,7 +73,7 @@ def step_needs(
 
 
 def _layer_weights(config: TransformerConfig, tokens: int) -> tuple[int, int]:
-    """Weights of all layers that one token is multiplied with; that `tokens` tokens read."""
+    """Number of weights of all layers that one token is multiplied with, and that a step of `tokens` tokens reads."""
     hidden = config.hidden_size
     projected = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * hidden
     active = touched = 0
@@ -91,7 +91,7 @@ def _layer_weights(config: TransformerConfig, tokens: int) -> tuple[int, int]:
 
 
 def _torch_matmul(dtype: torch.dtype) -> float:
-    """In float32 where the CPU has no instructions for bfloat16: that is what the numbers are multiplied in."""
+    """In float32 if the CPU has no bfloat16 instructions, since the multiplications are float32 then."""
     dtype = dtype if dtype != torch.bfloat16 or native_bfloat16() else torch.float32
     left = right = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
     return 2 * _MATMUL_SIZE**3 / _best(lambda: left @ right) / 1e9
@@ -104,7 +104,7 @@ def _ops_matmul(ops: Ops, dtype: torch.dtype) -> float:
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Seconds of the fastest of some rounds: a limit is what nothing else held up."""
+    """Seconds of the fastest round: a limit must not include interruptions."""
     times = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()

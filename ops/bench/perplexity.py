@@ -1,7 +1,7 @@
-"""How well a model foretells a text: its perplexity, with each way of keeping its weights, in one run.
+"""Measures the perplexity of a text, with full weights and with each quantization, in one run.
 
-The text is cut into windows; each token of a window but the first is foretold from those before it. Computed by the
-node's own model code and cache, with nothing drawn.
+The text is cut into windows; each token of a window but the first is predicted from those before it. Uses the node's
+model code and KV cache; samples nothing.
 """
 
 import math
@@ -27,12 +27,12 @@ _BLOCK_SIZE = 16
 
 
 class Perplexity(msgspec.Struct, frozen=True):
-    """One way of keeping the weights."""
+    """Result of one quantization."""
 
     quantization: str
     perplexity: float
     over_full: float
-    """Share by which it is above that of the full weights, 0.01 for one percent."""
+    """Relative increase over the full weights: 0.01 is one percent."""
 
 
 class PerplexityReport(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class PerplexityReport(msgspec.Struct, frozen=True):
 def run_perplexity(
     path: Path, device: Device, dtype: DtypeName | None, text: tuple[str, Sequence[int]], window: int, progress: bool
 ) -> PerplexityReport:
-    """Load the model once for each scheme. `text`: its name and its token ids. Raises ModelLoadError."""
+    """Load the model once for each scheme. `text`: name and token ids. Raises ModelLoadError."""
     device.activate_thread()
     name, ids = text
     results: list[Perplexity] = []
@@ -62,15 +62,15 @@ def run_perplexity(
     return PerplexityReport(path.resolve().stem, dtype_name, name, len(ids), results)
 
 
-def table(report: PerplexityReport) -> Iterator[str]:
-    """Lines for people."""
+def perplexity_table(report: PerplexityReport) -> Iterator[str]:
+    """The report as lines of text."""
     yield f"{report.model}  {report.dtype}  {report.tokens} tokens of {report.text}"
     for result in report.results:
         yield f"weights {result.quantization:<13} perplexity {result.perplexity:9.4f}  {result.over_full:+8.2%}"
 
 
 def _mean_loss(loaded: LoadedModel, device: Device, ids: Sequence[int], window: int, progress: bool) -> float:
-    """Mean negative logarithm of the probability of each token, its window's first left out."""
+    """Mean negative log-likelihood per token, without the first token of each window."""
     block_size = device.supported_block_size(_BLOCK_SIZE)
     blocks = -(-window // block_size)
     cache = KvCache(device, loaded.kv_specs, loaded.config.num_layers, blocks, block_size)

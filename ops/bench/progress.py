@@ -1,4 +1,4 @@
-"""How far a benchmark is, on stderr: a bar on a terminal, else a line for each case, so that no log stays empty."""
+"""Progress of a benchmark on stderr: a bar on a terminal, else a line for each case."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ from tqdm import tqdm
 
 
 @contextmanager
-def told_cases(what: str, total: int, is_terminal: bool) -> Iterator[Callable[[str], None]]:
-    """Yields what is to be called with each case's name before it is measured."""
+def case_progress(what: str, total: int, is_terminal: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that must be called with each case's name before the case is measured."""
     begun = 0
     with tqdm(total=total, desc=what, unit="case", disable=not is_terminal) as bar:
 
@@ -20,13 +20,13 @@ def told_cases(what: str, total: int, is_terminal: bool) -> Iterator[Callable[[s
             if is_terminal:
                 bar.set_postfix_str(name)
             else:
-                tell(f"{what}: {name} ({begun} of {total})")
+                write_progress(f"{what}: {name} ({begun} of {total})")
 
         yield begin
         bar.update(begun - bar.n)
 
 
-def tell(line: str) -> None:
-    """One line on stderr."""
+def write_progress(line: str) -> None:
+    """Write one line to stderr."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

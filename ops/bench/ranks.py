@@ -1,4 +1,4 @@
-"""The other ranks of `kvferry bench engine --tp N`: the processes that a node would have, led by the benchmark."""
+"""The tensor-parallel ranks of `kvferry bench engine --tp N`: a node's rank processes, led by the benchmark."""
 
 import logging
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from kvferry.common.ranks.team import RankTeam
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """How the model's weights are held."""
+    """Type and quantization of the model's weights."""
 
     dtype: DtypeName | None
-    """None: the checkpoint's own."""
+    """None: the checkpoint's type."""
     scheme: WeightScheme | None
-    """None: as they are."""
+    """None: not quantized."""
 
 
 def make_team(path: Path, size: int, weights: Weights, threads: int, block_size: int) -> RankTeam:
-    """A team on the CPU, not started: `threads` are shared by its ranks."""
+    """A team on the CPU, not started; its ranks share the `threads`."""
     config = ClusterConfig(node=NodeConfig(tensor_parallel=size, threads=threads, block_size=block_size))
     spec = RankSpec(
         size=size,

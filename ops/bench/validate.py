@@ -1,7 +1,7 @@
-"""Measures the check of a large token request against a bare typed decode: `python -m kvferry.ops.bench.validate`.
+"""Measures the validation of a large token request: `python -m kvferry.ops.bench.validate`.
 
 Two figures matter: the time relative to msgspec's typed decode of the same body (at most 1.6), and the longest time
-that the event loop was held while the body was read and checked (at most 5 ms). Runs no server and no model.
+that the event loop was blocked while the body was read and checked (at most 5 ms). Runs no server and no model.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from kvferry.router.http.json_body.reader import read_json_body
 from kvferry.router.http.validation import check_infer
 
 CHUNK_BYTES = 65_536
-"""About what an HTTP server hands over at a time."""
+"""About the size of the chunks that an HTTP server passes on."""
 _VOCAB_SIZE = 128_000
 
 
@@ -44,15 +44,15 @@ class _Body(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """One body's result; times in milliseconds, medians over the rounds."""
+class ValidationTimes:
+    """Times of one body in milliseconds, medians over the rounds."""
 
     bare_ms: float
     checked_ms: float
     longest_block_ms: float
-    """By the wall clock: median over the rounds of each round's longest."""
+    """Wall time of the longest block of each round, median over the rounds."""
     longest_block_cpu_ms: float
-    """By the loop thread's own CPU time, so without what other programs took: the worst of all rounds."""
+    """CPU time of the loop's thread, so without other programs: the worst of all rounds."""
 
     @property
     def ratio(self) -> float:
@@ -61,7 +61,7 @@ class Figures:
 
 
 def make_body(num_ids: int, separator: str) -> bytes:
-    """A valid request with `num_ids` ids, `separator` after each comma's place in the text."""
+    """A valid request with `num_ids` token ids, separated by `separator`."""
     rng = random.Random(num_ids)
     ids = [rng.randrange(_VOCAB_SIZE) for _ in range(num_ids)]
     tensor = {"name": "input0", "shape": [1, num_ids], "datatype": "UINT32", "data": ids}
@@ -70,7 +70,7 @@ def make_body(num_ids: int, separator: str) -> bytes:
 
 
 async def check_once(body: bytes, num_ids: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Read and check `body` as the router does, and return the number of ids."""
+    """Read and check `body` as the router does; returns the number of token ids."""
     chunks = _chunks(body, chunk_bytes)
 
     async def receive() -> AsgiMessage:
@@ -88,7 +88,7 @@ async def check_once(body: bytes, num_ids: int, chunk_bytes: int = CHUNK_BYTES) 
     return len(checked.request.spec.prompt_token_ids)
 
 
-def measure(body: bytes, num_ids: int, rounds: int) -> Figures:
+def measure_validation(body: bytes, num_ids: int, rounds: int) -> ValidationTimes:
     """Alternate bare decodes and checks, `rounds` of each."""
     decoder = msgspec.json.Decoder(_Body)
     bare: list[float] = []
@@ -102,15 +102,16 @@ def measure(body: bytes, num_ids: int, rounds: int) -> Figures:
         gc.collect()
         blocks.append(asyncio.run(_longest_block_ms(body, num_ids)))
     longest = statistics.median(wall for wall, _ in blocks)
-    return Figures(statistics.median(bare), statistics.median(checked), longest, max(cpu for _, cpu in blocks))
+    longest_cpu = max(cpu for _, cpu in blocks)
+    return ValidationTimes(statistics.median(bare), statistics.median(checked), longest, longest_cpu)
 
 
 async def _longest_block_ms(body: bytes, num_ids: int) -> tuple[float, float]:
-    """How long another task that is always ready had to wait at most: wall time, CPU time."""
+    """Longest wait of another task that is always ready: wall time, CPU time."""
     longest = longest_cpu = 0.0
     running = True
 
-    async def beat() -> None:
+    async def watch() -> None:
         nonlocal longest, longest_cpu
         last, last_cpu = time.perf_counter(), time.thread_time()
         while running:
@@ -119,7 +120,7 @@ async def _longest_block_ms(body: bytes, num_ids: int) -> tuple[float, float]:
             longest, longest_cpu = max(longest, now - last), max(longest_cpu, now_cpu - last_cpu)
             last, last_cpu = now, now_cpu
 
-    task = asyncio.get_running_loop().create_task(beat())
+    task = asyncio.get_running_loop().create_task(watch())
     await asyncio.sleep(0)
     await check_once(body, num_ids)
     running = False
@@ -139,23 +140,23 @@ def _chunks(body: bytes, chunk_bytes: int) -> Iterator[tuple[bytes, bool]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print one line per form of body."""
+    """Print one line for each layout of the body."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.ops.bench.validate", description=__doc__)
-    parser.add_argument("--ids", type=positive, default=1_000_000, help="ids in the prompt (default: a million)")
-    parser.add_argument("--rounds", type=positive, default=9)
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--ids", type=positive, default=1_000_000, help="token ids in the prompt (1000000)")
+    parser.add_argument("--rounds", type=positive, default=9, help="rounds of each measurement (9)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     results: dict[str, dict[str, float]] = {}
     for name, separator in (("compact", ","), ("spaced", ", "), ("one a line", ",\n          ")):
         body = make_body(options.ids, separator)
-        figures = measure(body, options.ids, options.rounds)
+        times = measure_validation(body, options.ids, options.rounds)
         results[name] = {
             "body_bytes": len(body),
-            "bare_ms": round(figures.bare_ms, 2),
-            "checked_ms": round(figures.checked_ms, 2),
-            "ratio": round(figures.ratio, 3),
-            "longest_block_ms": round(figures.longest_block_ms, 2),
-            "longest_block_cpu_ms": round(figures.longest_block_cpu_ms, 2),
+            "bare_ms": round(times.bare_ms, 2),
+            "checked_ms": round(times.checked_ms, 2),
+            "ratio": round(times.ratio, 3),
+            "longest_block_ms": round(times.longest_block_ms, 2),
+            "longest_block_cpu_ms": round(times.longest_block_cpu_ms, 2),
         }
     if options.json:
         sys.stdout.write(json.dumps(results) + "\n")

@@ -1,4 +1,4 @@
-"""`kvferry bench`: measurements of the engine, of a running server, and of accuracy."""
+"""`kvferry bench`: measures the engine, a running server, or the accuracy of quantized weights."""
 
 import argparse
 import os
@@ -13,35 +13,47 @@ from kvferry.ops.cli.numbers import positive
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command and what it can measure."""
     parser = commands.add_parser(
-        "bench", help="measure speed or accuracy", description="Measures speed, or what fewer bits cost in accuracy."
+        "bench",
+        help="measure speed or accuracy",
+        description="Measures the speed of the engine or of a server, or the accuracy of quantized weights.",
     )
     subjects = parser.add_subparsers(dest="subject", metavar="WHAT", required=True)
     engine = subjects.add_parser(
         "engine",
-        help="the engine by itself: prompts and decoding",
-        description="Measures tokens a second of prompts (128, 512, 2048 tokens) and of decoding (1, 8, 32 sequences "
-        "with 256 tokens of context), each beside the machine's own limits measured in the same run.",
+        help="throughput of the engine: prefill and decode",
+        description="Measures tokens per second of prefill (prompts of 128, 512 and 2048 tokens) and of decode "
+        "(1, 8 and 32 sequences with 256 tokens of context), and compares each with the limit of this machine (memory "
+        "bandwidth, matmul rate), measured in the same run.",
     )
     engine.add_argument(
-        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
+        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"
     )
-    engine.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of weights and cache")
     engine.add_argument(
-        "--quantization", choices=("none", "int8", "int4", "int8_dynamic"), default="none", help="of the weights"
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="type of weights and KV cache (auto)"
+    )
+    engine.add_argument(
+        "--quantization", choices=("none", "int8", "int4", "int8_dynamic"), default="none", help="of the weights (none)"
     )
     engine.add_argument("--threads", type=positive, metavar="N", help="compute threads; default: all cores")
     engine.add_argument(
-        "--tp", type=positive, default=1, metavar="N", help="cut the model over N processes, which share the threads"
+        "--tp",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="tensor parallel over N processes, which share the threads (1)",
     )
     engine.add_argument(
         "--peers",
         action="store_true",
-        help="also transformers, openvino-genai and xllamacpp (llama.cpp), where installed; installs nothing",
+        help="measure transformers, openvino-genai and xllamacpp (llama.cpp) too, if they are installed",
     )
     engine.add_argument(
-        "--peer-python", action="append", default=[], metavar="PATH", help="look for peers in this interpreter, too"
+        "--peer-python",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="also look for peers in this Python interpreter",
     )
     engine.add_argument("--json", action="store_true", help="print JSON")
     engine.set_defaults(run=run)
@@ -53,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print."""
     scheme = None if args.quantization == "none" else args.quantization
     if scheme is not None and args.peers:
-        raise ConfigError("--peers compares engines with full weights: leave --quantization out")
+        raise ConfigError("--peers compares engines with full weights; omit --quantization")
     if args.peer_python and not args.peers:
-        raise ConfigError("--peer-python: needs --peers")
+        raise ConfigError("--peer-python requires --peers")
     threads = args.threads or probe_host().cores
     set_thread_variables(threads)
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -64,13 +76,10 @@ def run(args: argparse.Namespace) -> int:
 
     from kvferry.ops import model_store
     from kvferry.ops.bench.engine import run_bench
-    from kvferry.ops.bench.peers.comparison import compare, comparison_table
-    from kvferry.ops.bench.peers.run import (
-        installed,
-        measure_peers,
-    )
+    from kvferry.ops.bench.peers.comparison import compare_with_peers, comparison_table
+    from kvferry.ops.bench.peers.run import installed, measure_peers
     from kvferry.ops.bench.ranks import Weights
-    from kvferry.ops.bench.report import table
+    from kvferry.ops.bench.report import engine_table
     from kvferry.ops.model_choice import option_model
 
     path = option_model(args.model)
@@ -80,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
     weights = Weights(None if args.dtype == "auto" else args.dtype, scheme)
     done = run_bench(path, threads, weights, name, progress, args.tp)
     if not args.peers:
-        print(msgspec.json.encode(done.report).decode() if args.json else "\n".join(table(done.report)))
+        print(msgspec.json.encode(done.report).decode() if args.json else "\n".join(engine_table(done.report)))
         return DONE
     outcomes = measure_peers(done.task(path), peers, progress)
     report = msgspec.structs.replace(done.report, peers=[done.peer(outcome) for outcome in outcomes])
-    rows = compare(report)
+    rows = compare_with_peers(report)
     if args.json:
         print(msgspec.json.encode(msgspec.to_builtins(report) | {"rows": rows}).decode())
     else:
-        print("\n".join((*table(report), *comparison_table(report, rows))))
+        print("\n".join((*engine_table(report), *comparison_table(report, rows))))
     return DONE

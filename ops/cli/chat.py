@@ -1,27 +1,24 @@
-"""A question put into a model's own chat template, as token ids."""
+"""Renders a question with a model's chat template, as token ids."""
 
 from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    ModelLoadError,
-)
+from kvferry.common.base.errors import ConfigError, ModelLoadError
 
 if TYPE_CHECKING:
     from kvferry.common.tokenizer import Tokenizer
 
 
 def chat_prompt(tokenizer: "Tokenizer", question: str) -> list[int]:
-    """Ids of a conversation with one user message, ready for the model's turn.
+    """Token ids of a conversation with one user message and the generation prompt.
 
-    Raises ConfigError without a template, ModelLoadError where it does not work.
+    Raises ConfigError if the model has no template, ModelLoadError if the template fails.
     """
     if not tokenizer.chat_template:
         raise ConfigError("--chat: the model has no chat template")
-    # A template comes with a model from anywhere, so it gets no more than the messages.
+    # A template comes from an untrusted model: it runs in a sandbox and gets only the messages.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     try:
         text = environment.from_string(tokenizer.chat_template).render(

@@ -1,4 +1,4 @@
-"""`kvferry demo`: a cluster with the small real model, one streamed request, everything stopped again."""
+"""`kvferry demo`: starts a cluster with the small real model, streams one request, and stops the cluster."""
 
 import argparse
 import contextlib
@@ -15,22 +15,20 @@ _WORKERS, _PREFILL, _DECODE = 2, 1, 1
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
     parser = commands.add_parser(
         "demo",
-        help="start a cluster, send one request, stop",
-        description="Starts a router with two workers, a prefill and a decode node with the small real model, streams "
-        "the answer to one question, and stops everything.",
+        help="start a cluster, stream one request, stop",
+        description="Starts a router with two workers, a prefill node and a decode node with the small real model, "
+        "streams the answer to one question, and stops the cluster.",
     )
-    parser.add_argument("--question", default=_QUESTION, help=f"what to ask ({_QUESTION})")
+    parser.add_argument("--question", default=_QUESTION, help=f"the question ({_QUESTION})")
     parser.add_argument(
-        "--max-new-tokens", type=new_tokens, default=64, metavar="N", help="most tokens to generate, from 1 on (64)"
+        "--max-new-tokens", type=new_tokens, default=64, metavar="N", help="most tokens to generate, at least 1 (64)"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The whole demonstration."""
     from kvferry.common.tokenizer import load_tokenizer
     from kvferry.ops.cli.chat import chat_prompt
     from kvferry.ops.cli.infer import answer_lines, show_stream
@@ -38,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
 
     tokenizer = load_tokenizer(model_store.ensure_model())
     prompt = chat_prompt(tokenizer, args.question)
-    most = load_config().router.max_input_length
-    if len(prompt) > most:
-        raise ConfigError(f"--question: {len(prompt)} tokens, at most {most} are taken")
+    limit = load_config().router.max_input_length
+    if len(prompt) > limit:
+        raise ConfigError(f"--question: {len(prompt)} tokens; at most {limit} are allowed (router.max_input_length)")
     print(f"starting: router with {_WORKERS} workers, {_PREFILL} prefill node, {_DECODE} decode node", flush=True)
     with _cluster() as (url, model), TokenClient(url, model) as client:
         print(f"ready {url} model={model}\n\n{args.question}  ({len(prompt)} prompt tokens)\n", flush=True)
@@ -51,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _cluster() -> Iterator[tuple[str, str]]:
-    """Its url and model name; says when it is stopped, also after a failure."""
+    """Yields URL and model name; prints `stopped` when the cluster has stopped, also after a failure."""
     from kvferry.ops.launcher.started import started_cluster
 
     failure: BaseException | None = None
@@ -59,7 +57,7 @@ def _cluster() -> Iterator[tuple[str, str]]:
     with started_cluster(*sizes) as place:
         try:
             yield place
-        except BaseException as error:  # noqa: BLE001  raised again when all is stopped
+        except BaseException as error:  # noqa: BLE001 - raised again after the stop
             failure = error
     print("stopped", flush=True)
     if failure is not None:

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: what this machine can do, and what is missing. Never fails because something is missing."""
+"""`kvferry doctor`: reports what this machine can run and what is missing, which never is an error."""
 
 import argparse
 import json
@@ -10,19 +10,17 @@ _MARKS = {True: "ok  ", False: "warn"}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
     parser = commands.add_parser(
         "doctor",
-        help="say what this machine can do and what is missing",
-        description="Looks at Python, devices, compiler, memory, ports, the cache and the small model, and says what "
-        "is missing. Changes nothing.",
+        help="report what this machine can run and what is missing",
+        description="Checks Python, devices, compiler, memory, ports, the cache and the small real model, and reports "
+        "what is missing. Changes nothing.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look and tell."""
     from kvferry.ops.cli.findings import examine
 
     findings = examine()

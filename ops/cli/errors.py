@@ -1,7 +1,7 @@
-"""From an exception to an exit code and one line on stderr.
+"""Maps an exception to an exit code and one line on stderr.
 
-0: done. 2: what was asked for is wrong, and will be the next time: an option, a setting, a file, model or device that
-it names, a request that the server refuses as invalid. 1: it failed while running.
+0: success. 2: the command line, the configuration, or a file, model, device or request that it names is wrong; a retry
+fails again. 1: a failure at run time.
 """
 
 import os
@@ -18,19 +18,19 @@ from kvferry.common.base.errors import (
 
 DEBUG_ENV = "KVFERRY_DEBUG"
 
-DONE, FAILED, WRONG_USE = 0, 1, 2
-_WRONG_USE = (ConfigError, ModelLoadError, DeviceUnavailableError, RequestInvalidError)
+DONE, FAILED, USAGE_ERROR = 0, 1, 2
+_USAGE_ERRORS = (ConfigError, ModelLoadError, DeviceUnavailableError, RequestInvalidError)
 
 
 def report(error: BaseException, command: str, *, debug: bool) -> int:
-    """Say what went wrong and return the exit code. With `debug`, or KVFERRY_DEBUG set, the traceback comes first."""
+    """Write the error line and return the exit code. With `debug` or KVFERRY_DEBUG, write the traceback first."""
     if debug or os.environ.get(DEBUG_ENV):
         traceback.print_exception(error)
-    # Whoever pressed Ctrl-C made no error.
+    # A Ctrl-C is not an error.
     mark = "" if isinstance(error, KeyboardInterrupt) else "error: "
-    if sys.stderr is not None:  # None when it was closed before the start
+    if sys.stderr is not None:  # None if it was closed before the start
         sys.stderr.write(f"{command}: {mark}{_text(error)}\n")
-    return WRONG_USE if isinstance(_first(error), _WRONG_USE) else FAILED
+    return USAGE_ERROR if isinstance(_first(error), _USAGE_ERRORS) else FAILED
 
 
 def _first(error: BaseException) -> BaseException:
@@ -44,4 +44,4 @@ def _text(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{text} (a fault of kvferry's own; {DEBUG_ENV}=1 shows where)"
+    return f"{text} (a bug in kvferry; {DEBUG_ENV}=1 prints the traceback)"

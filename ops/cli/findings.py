@@ -1,4 +1,4 @@
-"""What `kvferry doctor` looks at, one function a subject. Each returns; none raises for what is missing."""
+"""The checks of `kvferry doctor`, one function for each subject. A check must not raise for a missing thing."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One subject: what was found, or what is missing and what then."""
+    """Result of one check: what was found, or what is missing and what that costs."""
 
     what: str
     ok: bool
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine() -> tuple[Finding, ...]:
-    """Look at everything."""
+    """Run all checks."""
     found = [
         python(),
         *devices(),
@@ -50,21 +50,24 @@ def examine() -> tuple[Finding, ...]:
 
 
 def python() -> Finding:
-    """The interpreter, and torch beside it."""
+    """The interpreter's version, and torch's."""
     try:
         torch = f"torch {version('torch')}"
     except PackageNotFoundError:
-        return Finding("python", False, f"{platform.python_version()}, no torch: nodes cannot run here, a router can")
+        return Finding("python", False, f"{platform.python_version()}, no torch: a router can run here, nodes cannot")
     ok = sys.version_info >= (3, 11)
-    return Finding("python", ok, f"{platform.python_version()}, {torch}" + ("" if ok else "; 3.11 or later is needed"))
+    return Finding(
+        "python", ok, f"{platform.python_version()}, {torch}" + ("" if ok else "; 3.11 or later is required")
+    )
 
 
 def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
-    """The devices nodes could compute on. The CPU alone is enough: an accelerator is missed where its files are."""
+    """The devices that nodes can compute on. The CPU is enough: an unusable accelerator is a warning only if its device
+    files exist."""
     try:
         from kvferry.common.device.select import known_devices, load_backend
     except ImportError as error:
-        yield Finding("devices", False, f"cannot be looked at: {error}")
+        yield Finding("devices", False, f"cannot be checked: {error}")
         return
     for backend in map(load_backend, known_devices()):
         probe = backend.probe()
@@ -72,44 +75,50 @@ def devices(files: Path = Path("/dev")) -> Iterator[Finding]:
         if probe.available or is_here:
             yield Finding(f"device {probe.name}", probe.available, probe.detail)
         else:
-            # What is missing to use one is of no use to who has none.
-            wanted = " or ".join(str(files / pattern) for pattern in backend.device_files)
-            yield Finding(f"device {probe.name}", True, f"none in this machine: no {wanted}")
+            # Advice on drivers would not help a user without such a device.
+            expected = " or ".join(str(files / pattern) for pattern in backend.device_files)
+            yield Finding(f"device {probe.name}", True, f"none in this machine: no {expected}")
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    """What the CPU can that matters for bfloat16 matmuls."""
+    """The CPU's instruction sets that matter for matmuls."""
     try:
         words = set(cpuinfo.read_text(errors="replace").split())
     except OSError:
         return Finding("cpu features", True, f"{platform.machine()}; not listed by this system")
     present = [flag for flag in _CPU_FLAGS if flag in words]
     fast = any("bf16" in flag for flag in present)
-    advice = "" if fast else "; no bfloat16 instructions: bfloat16 saves memory and speeds up decoding, not prompts"
+    advice = "" if fast else "; no bfloat16 instructions: bfloat16 saves memory and speeds up decode, but not prefill"
     return Finding("cpu features", bool(present), (", ".join(present) or "none that matter") + advice)
 
 
 def compiler() -> Finding:
-    """A C++ compiler, for native ops."""
+    """A C++ compiler for the native ops."""
     for name in (os.environ.get("CXX", ""), "g++", "clang++"):
         path = shutil.which(name) if name else None
         if path:
             return Finding("compiler", True, path)
-    return Finding("compiler", False, "no g++ or clang++: native ops cannot be built, and torch's are slower")
+    return Finding(
+        "compiler", False, "no g++ or clang++: native ops cannot be built; torch's ops are used, which are slower"
+    )
 
 
 def native_ops() -> Finding:
-    """The kernels built for this CPU."""
+    """The native ops built for this CPU."""
     try:
         from kvferry.common.device.native.select import probe_native
     except ImportError as error:
-        return Finding("native ops", False, f"cannot be looked at: {error}")
+        return Finding("native ops", False, f"cannot be checked: {error}")
     probe = probe_native()
-    return Finding("native ops", probe.ops is not None, probe.detail + ("" if probe.ops else "; torch's are slower"))
+    return Finding(
+        "native ops",
+        probe.ops is not None,
+        probe.detail + ("" if probe.ops else "; torch's ops are used, which are slower"),
+    )
 
 
 def cores() -> Finding:
-    """Cores, and what a node gets of them by default."""
+    """Cores of this machine, and of a node by default."""
     host = probe_host()
     nodes = nodes_on_host(load_config())
     share = max(1, host.cores // nodes)
@@ -119,20 +128,20 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """Free memory, and what a node's KV cache gets of it by default."""
+    """Free memory of this machine, and the default size of a node's KV cache."""
     free = probe_host().free_memory_bytes
     cache = default_kv_cache_bytes(free, nodes_on_host(load_config()))
     ok = free >= _ENOUGH_MEMORY_BYTES
-    advice = "" if ok else "; tight for two nodes of the small model, which need about 3 GiB"
+    advice = "" if ok else "; two nodes of the small model need about 3 GiB"
     return Finding("memory", ok, f"{free // _MIB} MiB free; KV cache {cache // _MIB} MiB a node by default{advice}")
 
 
 def zeromq() -> Finding:
-    """libzmq and whether it can encrypt."""
+    """libzmq's version, and whether it supports CURVE."""
     try:
         from kvferry.common.transport.options import zmq_features
     except ImportError as error:
-        return Finding("zeromq", False, f"cannot be looked at: {error}")
+        return Finding("zeromq", False, f"cannot be checked: {error}")
     return Finding("zeromq", *zmq_features())
 
 
@@ -140,13 +149,13 @@ def ports() -> Iterator[Finding]:
     """Whether the default ports are free."""
     config = load_config()
     nodes, workers = (_port_of(place) for place in (config.discovery.proxy_nodes, config.discovery.proxy_workers))
-    yield port("HTTP", config.router.port, "kvferry serve --port 0 takes any free one, router.port names another")
-    yield port("announcements (kvferry router; serve needs none)", nodes, "discovery.proxy_nodes names another")
-    yield port("members (kvferry router; serve needs none)", workers, "discovery.proxy_workers names another")
+    yield port("HTTP", config.router.port, "choose another with router.port, or a free one with kvferry serve --port 0")
+    yield port("announcements (kvferry router; serve needs none)", nodes, "choose another with discovery.proxy_nodes")
+    yield port("members (kvferry router; serve needs none)", workers, "choose another with discovery.proxy_workers")
 
 
 def port(use: str, number: int, hint: str) -> Finding:
-    """One port; `hint` is for when it is in use."""
+    """Whether a port is free; `hint` is added if it is in use."""
     free = is_free(number)
     return Finding(f"port {number}", free, f"{use}: free" if free else f"{use}: in use, perhaps by a cluster; {hint}")
 
@@ -156,26 +165,26 @@ def _port_of(endpoint: str) -> int:
 
 
 def cache() -> Finding:
-    """Whether what is fetched or made once can be kept. Tried, in a directory that is removed again: of some file
-    systems permissions do not tell."""
+    """Whether the cache directory is writable. Makes and removes a directory: on some file systems permissions do not
+    show it."""
     place = cache_dir().absolute()
     try:
         there = next(parent for parent in (place, *place.parents) if parent.exists())
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=there):
-            return Finding("cache", True, f"{place} can be written")
+            return Finding("cache", True, f"{place} is writable")
     except OSError as error:
-        lost = "the small model cannot be fetched, native ops and packed weights not be kept"
+        lost = "the small model cannot be fetched, and native ops and packed weights cannot be cached"
         return Finding(
-            "cache", False, f"{place} cannot be written: {error.strerror}; {lost}; KVFERRY_CACHE names another"
+            "cache", False, f"{place} is not writable: {error.strerror}; {lost}; choose another with KVFERRY_CACHE"
         )
 
 
 def model_cache() -> Finding:
-    """The small real model."""
+    """Whether the small real model is cached and intact."""
     path = model_store.model_path()
     if model_store.has_model():
         intact = model_store.is_intact()
-        return Finding("small model", intact, str(path) if intact else f"{path} is damaged: remove it")
+        return Finding("small model", intact, str(path) if intact else f"{path} is damaged; remove it")
     return Finding("small model", False, f"not in {path.parent} yet; `kvferry serve` fetches it (94 MiB)")
 
 

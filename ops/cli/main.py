@@ -1,4 +1,5 @@
-"""`kvferry`: finds the command, runs it, and turns what goes wrong into an exit code and one clear line."""
+"""The command `kvferry`: parses the command line, runs the command, and turns an exception into an exit code and one
+line on stderr."""
 
 import argparse
 import sys
@@ -6,29 +7,28 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from kvferry.ops.cli import bench, demo, doctor, infer, keys, node, router, serve
-from kvferry.ops.cli.errors import DONE, WRONG_USE, report
+from kvferry.ops.cli.errors import DONE, USAGE_ERROR, report
 
 _COMMANDS = (serve, router, node, infer, keys, doctor, bench, demo)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says a wrong use on one line, in the name of the command that it belongs to."""
+    """Reports a usage error on one line, under the name of the subcommand."""
 
     def __init__(self, *, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog=prog, description=description)
-        # Of parsers within one another the innermost has the last word.
+        # Nested parsers: the innermost one overwrites this default.
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
-        """End with exit code 2."""
-        self.exit(WRONG_USE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        """Exit with code 2."""
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of all commands."""
-    parser = _Parser(prog="kvferry", description="A disaggregated prefill/decode token-inference server.")
+    parser = _Parser(prog="kvferry", description="A disaggregated prefill/decode LLM token-inference server.")
     parser.add_argument("--version", action="version", version=f"kvferry {_version()}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks (as KVFERRY_DEBUG=1 does)")
+    parser.add_argument("--debug", action="store_true", help="print tracebacks (same as KVFERRY_DEBUG=1)")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     for command in _COMMANDS:
         command.add_parser(commands)
@@ -45,12 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has enough of it. The next flush, at exit, must not fail again.
+        # The reader closed the pipe (`| head`), which is no error. The flush at exit must not fail again.
         sys.stdout = None
         return DONE
     except KeyboardInterrupt as error:
         return report(error, command, debug=args.debug)
-    except Exception as error:  # noqa: BLE001 - the last line of defence: a user sees one line, never a traceback
+    except Exception as error:  # noqa: BLE001 - a user gets one line, never a traceback
         return report(error, command, debug=args.debug)
     return code
 

@@ -1,4 +1,4 @@
-"""Numbers on the command line: argparse types that say what was expected."""
+"""argparse types for numbers, with errors that name the expected range."""
 
 import argparse
 import math
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 
 def whole(text: str) -> int:
-    """Any whole number."""
     try:
         return int(text)
     except ValueError:
@@ -14,7 +13,7 @@ def whole(text: str) -> int:
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """A whole number from `least` on."""
+    """Type of a whole number of at least `least`."""
 
     def parse(text: str) -> int:
         value = whole(text)
@@ -30,7 +29,7 @@ count = at_least(0)
 
 
 def whole_within(least: int, most: int) -> Callable[[str], int]:
-    """A whole number in [least, most]."""
+    """Type of a whole number in [least, most]."""
 
     def parse(text: str) -> int:
         value = whole(text)
@@ -42,7 +41,7 @@ def whole_within(least: int, most: int) -> Callable[[str], int]:
 
 
 def number_above(bound: float, most: float = math.inf) -> Callable[[str], float]:
-    """A number in (bound, most], and not endless."""
+    """Type of a finite number in (bound, most]."""
 
     def parse(text: str) -> float:
         try:
@@ -58,17 +57,19 @@ def number_above(bound: float, most: float = math.inf) -> Callable[[str], float]
 
 
 above_zero = number_above(0)
-"""A number above 0, and not endless."""
+"""Type of a finite number above 0."""
 
 
 def three_counts(form: str) -> Callable[[str], tuple[int, int, int]]:
-    """Three numbers from 0 on with commas between; `form` is what a message calls them."""
+    """Type of three whole numbers of at least 0, separated by commas; `form` names them in errors."""
 
     def parse(text: str) -> tuple[int, int, int]:
         try:
             first, second, third = (count(part) for part in text.split(","))
         except (ValueError, argparse.ArgumentTypeError):
-            raise argparse.ArgumentTypeError(f"expected {form}, three numbers from 0 on, got {text!r}") from None
+            raise argparse.ArgumentTypeError(
+                f"expected {form}, three whole numbers of at least 0, got {text!r}"
+            ) from None
         return first, second, third
 
     return parse

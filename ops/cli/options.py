@@ -1,4 +1,4 @@
-"""Options that several commands share: where the configuration comes from, and showing it."""
+"""Options of every command that reads the cluster's configuration: --config, --set, --print-config."""
 
 import argparse
 import sys
@@ -11,26 +11,27 @@ from kvferry.common.config.schema import ClusterConfig
 
 
 def add_config_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
-    """--config, --set and --print-config."""
-    parser.add_argument("--config", type=Path, metavar="FILE", required=required, help="the cluster's TOML file")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", required=required, help="the cluster's configuration, a TOML file"
+    )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         dest="settings",
         metavar="SECTION.KEY=VALUE",
-        help="override one key of the file; may be repeated, the last one wins",
+        help="override a key of the configuration file; may be repeated, the last value of a key wins",
     )
-    parser.add_argument("--print-config", action="store_true", help="print the resulting configuration and end")
+    parser.add_argument("--print-config", action="store_true", help="print the resulting configuration and exit")
 
 
 def read_config(args: argparse.Namespace, flags: Iterable[Override] = ()) -> ClusterConfig:
-    """The configuration that the command line asks for; ConfigError when it is wrong. `--set` wins over `flags`."""
+    """The configuration from --config, then `flags`, then --set. Raises ConfigError if it is wrong."""
     return load_config(args.config, [*flags, *(parse_override(text) for text in args.settings)])
 
 
 def printed(args: argparse.Namespace, config: ClusterConfig) -> bool:
-    """Whether --print-config was given; then it is done."""
+    """Print the configuration if --print-config was given; returns whether it was."""
     if args.print_config:
         sys.stdout.write(config_as_toml(config))
     return bool(args.print_config)

@@ -1,4 +1,4 @@
-"""How many of what, as people say it. Text only."""
+"""A number with its noun, for messages. Text only."""
 
 
 def pluralize(number: int, noun: str) -> str:

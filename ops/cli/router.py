@@ -1,4 +1,4 @@
-"""`kvferry router`: this host's router workers, and its announcement proxy if it has one."""
+"""`kvferry router`: runs this host's router workers, and its announcement proxy if it has one."""
 
 import argparse
 
@@ -8,19 +8,18 @@ from kvferry.ops.cli.options import add_config_options, printed, read_config
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
     parser = commands.add_parser(
         "router",
-        help="start the router of a cluster",
-        description="Starts gunicorn with the router's workers and this host's announcement proxy, and prints "
-        "`listening http://host:port` when HTTP is answered.",
+        help="start the router workers of this host",
+        description="Starts gunicorn with the router's workers, and this host's announcement proxy if "
+        "discovery.proxy_nodes is set; prints `listening http://host:port` when HTTP is served.",
     )
     add_config_options(parser, required=True)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped."""
+    """Serve until a stop signal."""
     config = read_config(args)
     if printed(args, config):
         return DONE

@@ -1,5 +1,4 @@
-"""The parameters of a token request as options. Their ranges are the router's own, so nothing that it must refuse is
-sent; their meaning is told in ops/docs/http.md as well."""
+"""The parameters of a token request as command-line options, with the router's own ranges (see ops/docs/http.md)."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +12,7 @@ Parameters = Mapping[str, int | float | bool]
 """The request's `parameters`, by the names of the API."""
 
 new_tokens = whole_within(1, INT32_MAX)
-"""How many tokens may be asked for."""
+"""Type of --max-new-tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,57 +28,56 @@ _OPTIONS = (
         "temperature",
         "T",
         number_above(SMALLEST),
-        f"a number above {SMALLEST:g}; above 1 the draw is more varied, below 1 surer of the likeliest (1.0)",
+        f"sampling temperature, above {SMALLEST:g}: higher is more random, lower more deterministic (1.0)",
     ),
     _Option(
         "top_k",
         "K",
         whole_within(1, INT32_MAX),
-        "draw among the K likeliest tokens, from 1 on; default: as the model's own settings say",
+        "sample from the K most likely tokens, at least 1; default: from the model's generation config",
     ),
     _Option(
         "top_p",
         "P",
         number_above(SMALLEST, 1.0),
-        f"draw among the likeliest tokens that together have this probability, above {SMALLEST:g} and at most 1 (1.0)",
+        f"sample from the most likely tokens whose probabilities add up to P, above {SMALLEST:g} and at most 1 (1.0)",
     ),
     _Option(
         "seed",
         "S",
         whole_within(1, SEED_MAX),
-        f"from 1 to {SEED_MAX}: the same request with the same seed draws the same tokens; default: another each time",
+        f"random seed, 1 to {SEED_MAX}: the same request and seed give the same tokens; default: a random one",
     ),
     _Option(
         "repetition_penalty",
         "R",
         number_above(0.0),
-        "a number above 0; above 1 what was said already is less likely, also without sampling (1.0)",
+        "above 0; above 1 tokens that occurred already become less likely, also without sampling (1.0)",
     ),
-    _Option("priority", "N", whole_within(1, LAST_PRIORITY), f"from 1, which goes first, to {LAST_PRIORITY} (5)"),
+    _Option("priority", "N", whole_within(1, LAST_PRIORITY), f"1 (first) to {LAST_PRIORITY} (5)"),
     _Option(
         "timeout",
         "S",
         whole_within(1, LONGEST_TIMEOUT_S),
-        f"seconds for all of it: queue, prompt, generation; from 1 to {LONGEST_TIMEOUT_S} (600)",
+        f"seconds for the whole request: queue, prefill and decode; 1 to {LONGEST_TIMEOUT_S} (600)",
     ),
 )
-_OF_DRAWS = ("temperature", "top_k", "top_p")
+_SAMPLING_ONLY = ("temperature", "top_k", "top_p")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """All of them."""
     parser.add_argument(
         "--max-new-tokens",
         type=new_tokens,
         default=20,
         metavar="N",
-        help="most tokens to generate, from 1 on; the server cuts it to its own limit (20)",
+        help="most tokens to generate, at least 1; the server caps it at its own limit (20)",
     )
     parser.add_argument(
         "--do-sample",
         action=argparse.BooleanOptionalAction,
-        help="draw tokens, or take the likeliest each time; default: draw where --temperature, --top-k or --top-p is "
-        "given, else as the model's own settings say",
+        help="sample tokens, or always take the most likely one; default: sample if --temperature, --top-k or --top-p "
+        "is given, else from the model's generation config",
     )
     for option in _OPTIONS:
         parser.add_argument(
@@ -88,12 +86,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_parameters(args: argparse.Namespace) -> Parameters:
-    """What was given. ConfigError where one option makes another one void."""
+    """The parameters that were given. Raises ConfigError for an option without effect."""
     given = dict(_given(args))
     if given.get("do_sample") is False:
-        for name in _OF_DRAWS:
+        for name in _SAMPLING_ONLY:
             if name in given:
-                raise ConfigError(f"--{name.replace('_', '-')}: has no effect with --no-do-sample")
+                raise ConfigError(f"--{name.replace('_', '-')}: has no effect with --no-do-sample; omit one of them")
     return given
 
 

@@ -1,4 +1,4 @@
-"""`kvferry serve`: a whole cluster on this machine."""
+"""`kvferry serve`: runs a whole cluster on this machine."""
 
 import argparse
 from collections.abc import Iterator
@@ -23,32 +23,45 @@ _FLAGS = {
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the command."""
     parser = commands.add_parser(
         "serve",
-        help="start router and nodes on this machine",
-        description="Starts a whole cluster on this machine and prints `ready http://host:port model=NAME` when it "
-        "serves. Ctrl-C stops it in order, a second one at once.",
+        help="start a cluster on this machine",
+        description="Starts a router and nodes on this machine and prints `ready http://host:port model=NAME` when the "
+        "cluster serves. Ctrl-C drains and stops it, a second Ctrl-C kills it.",
     )
     parser.add_argument(
-        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: a small one"
+        "--model", metavar="DIR_OR_GGUF", help="a HuggingFace directory or GGUF file; default: the small real model"
     )
     parser.add_argument(
-        "--model-name", metavar="NAME", help="its name in URLs; default: the file's or directory's name"
+        "--model-name", metavar="NAME", help="the model's name in URLs; default: name of the file or directory"
     )
-    parser.add_argument("--prefill", type=whole, metavar="N", help="prefill nodes (1; 0 with --colocated)")
-    parser.add_argument("--decode", type=whole, metavar="M", help="decode nodes (1; 0 with --colocated)")
-    parser.add_argument("--colocated", type=whole, metavar="U", help="nodes that do both (0)")
-    parser.add_argument("--workers", type=whole, metavar="W", help="gunicorn workers of the router (2)")
+    parser.add_argument(
+        "--prefill",
+        type=whole,
+        metavar="N",
+        help="number of prefill nodes, which compute prompts (1; 0 with --colocated)",
+    )
+    parser.add_argument(
+        "--decode",
+        type=whole,
+        metavar="M",
+        help="number of decode nodes, which generate tokens (1; 0 with --colocated)",
+    )
+    parser.add_argument(
+        "--colocated", type=whole, metavar="U", help="number of colocated nodes: prefill and decode in one process (0)"
+    )
+    parser.add_argument("--workers", type=whole, metavar="W", help="number of the router's gunicorn workers (2)")
     parser.add_argument("--host", metavar="H", help="address to serve HTTP on (127.0.0.1)")
-    parser.add_argument("--port", type=whole, metavar="P", help="port to serve HTTP on (1025); 0 picks one")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="type of weights and computing")
+    parser.add_argument("--port", type=whole, metavar="P", help="port to serve HTTP on (1025); 0 picks a free one")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), help="type of weights, activations and KV cache (auto)"
+    )
     add_config_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until stopped."""
+    """Serve until a stop signal."""
     config = read_config(args, overrides(args))
     if printed(args, config):
         return DONE
@@ -64,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def overrides(args: argparse.Namespace) -> Iterator[Override]:
-    """What the flags say."""
+    """Configuration keys that the options set."""
     if args.model is not None:
         yield Override("model", "path", str(Path(args.model).expanduser().absolute()))
     for flag, (section, key) in _FLAGS.items():

@@ -1,47 +1,43 @@
-"""Where a server is that a command asks, and whose fault it is when that one refuses. Reads texts; asks nobody."""
+"""The server that a command talks to: parses its URL, and turns its refusals into errors. Opens no connection."""
 
 import os
 import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-    RequestInvalidError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError, RequestInvalidError
 
 _ANSWERS_IN_CLEAR = frozenset(
     ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 )
-"""What OpenSSL calls it, in one version or another, where a line of HTTP comes in place of a TLS record."""
+"""Reasons that versions of OpenSSL give if a plain HTTP answer arrives instead of a TLS record."""
 _INVALID_STATUSES = frozenset((400, 404, 405, 413, 422))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server is."""
+    """Address of a server."""
 
     host: str
     port: int
     tls: bool
     prefix: str
-    """Of every path; without a slash at its end."""
+    """Prefix of every path, without a trailing slash."""
 
     @property
     def authority(self) -> str:
-        """For the Host header."""
+        """Value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
 def parse_url(url: str) -> Target:
-    """What --url says. Raises ConfigError for what is no http or https URL."""
+    """Parse --url. Raises ConfigError if it is not an http or https URL."""
     expected = f"--url: expected http://host:port, got {url!r}"
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
-        host.encode("idna")  # as name resolution does; it knows labels that are too long or empty
+        host.encode("idna")  # as name resolution does: rejects labels that are too long or empty
     except ValueError as error:
         raise ConfigError(f"{expected}: {error}") from None
     is_plain = url.isascii() and url.isprintable() and " " not in url
@@ -52,9 +48,9 @@ def parse_url(url: str) -> Target:
 
 
 def why_unreachable(error: OSError) -> str:
-    """In the system's own words: event loops put addresses and numbers of their own into theirs, TLS its source's."""
+    """The reason in the system's words: asyncio's messages add addresses and numbers, those of TLS source lines."""
     if _speaks_no_tls(error):
-        return "this server speaks http, not https"
+        return "the server speaks http, not https"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
@@ -65,7 +61,7 @@ def why_unreachable(error: OSError) -> str:
 
 
 def unreachable(url: str, error: OSError) -> KvferryError:
-    """The error for a server that could not be spoken to: ConfigError where its URL is at fault."""
+    """The error for a failed connection: ConfigError if the URL is wrong."""
     kind = ConfigError if _speaks_no_tls(error) else KvferryError
     return kind(f"{url}: {why_unreachable(error)}")
 
@@ -75,5 +71,5 @@ def _speaks_no_tls(error: OSError) -> bool:
 
 
 def refusal(status: int, text: str) -> KvferryError:
-    """The error for an answer with this status: RequestInvalidError where what was asked for is at fault."""
+    """The error for an answer with this status: RequestInvalidError if the request is wrong."""
     return RequestInvalidError(text) if status in _INVALID_STATUSES else KvferryError(text)

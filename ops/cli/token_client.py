@@ -1,4 +1,4 @@
-"""A client of the token API, unary and streamed, that takes its own times. Used by `kvferry infer` and the demo."""
+"""A client of the token API, unary and streamed, that measures TTFT and TPOT. Used by `kvferry infer` and the demo."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,17 +8,10 @@ from urllib.parse import quote
 import httpx
 import orjson
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, KvferryError
 from kvferry.ops.cli.pluralize import pluralize
 from kvferry.ops.cli.sampling import Parameters
-from kvferry.ops.cli.target import (
-    parse_url,
-    refusal,
-    unreachable,
-)
+from kvferry.ops.cli.target import parse_url, refusal, unreachable
 
 _DATA = "data:"
 _LONGEST_S = 3600.0
@@ -27,7 +20,7 @@ _CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TokenAnswer:
-    """What came back. Times are seconds since the request was sent; None where a unary answer does not tell."""
+    """The answer to a request. Times are seconds since the request was sent; None if the answer has none."""
 
     token_ids: list[int]
     total_s: float
@@ -42,7 +35,7 @@ class TokenAnswer:
 
 
 class TokenClient:
-    """One model behind one router. Use it as a context manager. ConfigError for what is no URL."""
+    """Client of one model behind one router. Must be used as a context manager. Raises ConfigError for a wrong URL."""
 
     def __init__(self, url: str, model: str) -> None:
         target = parse_url(url)
@@ -52,7 +45,7 @@ class TokenClient:
             self._path = httpx.URL(f"{self._model_path}/infer")
         except httpx.InvalidURL as error:
             raise ConfigError(f"--url: {url}: {error}") from None
-        # A proxy from the environment is for the world, not for this machine.
+        # Proxies of the environment do not apply to this machine.
         trust_env = target.host not in ("localhost", "127.0.0.1", "::1")
         self._http = httpx.Client(timeout=httpx.Timeout(_LONGEST_S, connect=_CONNECT_S), trust_env=trust_env)
 
@@ -62,31 +55,32 @@ class TokenClient:
     def __exit__(self, *exc: object) -> None:
         self._http.close()
 
-    def demand_model(self) -> None:
-        """RequestInvalidError, in the server's words, when it does not know the model; KvferryError when it cannot be
-        asked. Whether the model can be served now is another question."""
+    def require_model(self) -> None:
+        """Raise RequestInvalidError, with the server's text, if it does not know the model; KvferryError if it cannot
+        be reached. Does not check that the model can be served now."""
         try:
             response = self._http.get(self._model_path, timeout=_CONNECT_S)
         except httpx.HTTPError as error:
             raise _unreachable(self._url, error) from error
         if response.status_code == httpx.codes.NOT_FOUND:
-            _demand_ok(response)
+            _require_ok(response)
 
     def infer(self, prompt: Sequence[int], parameters: Parameters) -> TokenAnswer:
-        """The whole answer at once. KvferryError when the router refuses or cannot be reached; RequestInvalidError
-        when the request is at fault."""
+        """Unary request. Raises KvferryError if the router refuses or cannot be reached, RequestInvalidError if the
+        request is invalid."""
         sent = time.monotonic()
         try:
             response = self._http.post(self._path, content=_body(prompt, parameters))
         except httpx.HTTPError as error:
             raise _unreachable(self._url, error) from error
-        _demand_ok(response)
+        _require_ok(response)
         return TokenAnswer(_unary_ids(response), time.monotonic() - sent)
 
     def stream(
         self, prompt: Sequence[int], parameters: Parameters, on_tokens: Callable[[list[int]], None]
     ) -> TokenAnswer:
-        """The answer with times; `on_tokens` gets every piece as it comes. KvferryError also when the stream breaks."""
+        """Streamed request: the answer with times; `on_tokens` gets the tokens as they arrive. Raises as `infer`, and
+        KvferryError if the stream breaks."""
         sent = time.monotonic()
         try:
             with self._http.stream(
@@ -94,7 +88,7 @@ class TokenClient:
             ) as response:
                 if response.status_code != httpx.codes.OK:
                     response.read()
-                _demand_ok(response)
+                _require_ok(response)
                 return _read_stream(_events(response), sent, on_tokens)
         except httpx.HTTPError as error:
             raise _unreachable(self._url, error) from error
@@ -113,14 +107,14 @@ def _read_stream(
         new = _integers(event.get("token_ids", []))
         if new:
             if event.get("index") != len(token_ids):
-                raise KvferryError(f"the stream went from index {len(token_ids)} to {event.get('index')}")
+                raise KvferryError(f"the stream jumped from index {len(token_ids)} to {event.get('index')}")
             last = time.monotonic() - sent
             first = last if first is None else first
             token_ids += new
             on_tokens(new)
         if "finish_reason" in event:
             return _answer(event, token_ids, time.monotonic() - sent, first, last)
-    raise KvferryError(f"the stream ended after {pluralize(len(token_ids), 'token')} without saying why")
+    raise KvferryError(f"the stream ended after {pluralize(len(token_ids), 'token')} without a finish_reason")
 
 
 def _answer(
@@ -154,7 +148,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, object]]:
             except orjson.JSONDecodeError:
                 event = None
             if not isinstance(event, dict):
-                raise KvferryError(f"not an event of a token stream: {line[:80]}")
+                raise KvferryError(f"expected an event of the token API, got {line[:80]}")
             yield event
 
 
@@ -162,28 +156,28 @@ def _unary_ids(response: httpx.Response) -> list[int]:
     try:
         return _integers(orjson.loads(response.content)["outputs"][0]["data"])
     except (orjson.JSONDecodeError, LookupError, TypeError):
-        raise KvferryError(f"not an answer of the token API: {response.text[:80]}") from None
+        raise KvferryError(f"expected an answer of the token API, got {response.text[:80]}") from None
 
 
 def _integers(value: object) -> list[int]:
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise KvferryError("the answer holds something else than token ids")
+        raise KvferryError("the answer contains something other than token ids")
     return [int(item) for item in value]
 
 
-def _demand_ok(response: httpx.Response) -> None:
+def _require_ok(response: httpx.Response) -> None:
     if response.status_code == httpx.codes.OK:
         return
     try:
         body = orjson.loads(response.content)
-        said = f"{body['error_type']}: {body['error']}"
+        text = f"{body['error_type']}: {body['error']}"
     except (orjson.JSONDecodeError, LookupError, TypeError):
-        said = response.text[:200]
-    raise refusal(response.status_code, f"{response.status_code} {said}")
+        text = response.text[:200]
+    raise refusal(response.status_code, f"{response.status_code} {text}")
 
 
 def _unreachable(url: str, error: httpx.HTTPError) -> KvferryError:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__  # the pool in between drops the first
+        cause = cause.__cause__ or cause.__context__  # httpcore's pool keeps only the context
     return unreachable(url, cause) if cause else KvferryError(f"{url}: {error or type(error).__name__}")

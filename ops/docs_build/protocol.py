@@ -1,6 +1,6 @@
-"""Writes `ops/docs/states.md`, and the message table within `ops/docs/protocol.md`, from the code.
+"""Writes from the code: `ops/docs/states.md`, `ops/docs/rules_tested.md`, the message table in `ops/docs/protocol.md`.
 
-`python -m kvferry.ops.docs_build.protocol` writes; with `--check` it only checks whether both are up to date.
+`python -m kvferry.ops.docs_build.protocol` writes the pages; with `--check` it only reports those that are out of date.
 """
 
 import argparse
@@ -11,26 +11,29 @@ import msgspec
 
 from kvferry.common.protocol.messages import MESSAGE_TYPES, PROTOCOL_VERSION, RAW_FIELDS, Message
 from kvferry.common.protocol.request_spec import RequestSpec
+from kvferry.ops.docs_build.rules import rules_page
 from kvferry.ops.docs_build.states import states_page
 
-STATES = Path(__file__).parents[1] / "docs" / "states.md"
-PROTOCOL = Path(__file__).parents[1] / "docs" / "protocol.md"
+DOCS = Path(__file__).parents[1] / "docs"
+STATES = DOCS / "states.md"
+PROTOCOL = DOCS / "protocol.md"
+RULES_TESTED = DOCS / "rules_tested.md"
 BEGIN = "<!-- messages: made by python -m kvferry.ops.docs_build.protocol from common/protocol/messages.py -->\n"
 END = "<!-- end of messages -->\n"
 
 
 def message_table() -> str:
-    """Every message of the protocol: its byte, its direction and purpose, its fields."""
+    """One row per message of the protocol: type byte, direction and purpose, fields."""
     lines = [
         f"Version {PROTOCOL_VERSION}. Fields in **bold** travel as raw frames, those in (brackets) are optional.",
-        "\n| type | message | from → to: what it says | fields |\n| --- | --- | --- | --- |",
+        "\n| type | message | from → to: purpose | fields |\n| --- | --- | --- | --- |",
     ]
     lines += [_row(number, cls) for number, cls in sorted(MESSAGE_TYPES.items())]
     return "\n".join(lines) + "\n"
 
 
 def with_messages(page: str) -> str:
-    """The page with its message table made anew. Raises ValueError when the page has no place for it."""
+    """Replace the message table of the page. Raises ValueError when the page has no marks around it."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -39,19 +42,20 @@ def with_messages(page: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the files should hold."""
-    return {STATES: states_page(), PROTOCOL: with_messages(PROTOCOL.read_text(encoding="utf-8"))}
+    """What each file must contain."""
+    protocol = with_messages(PROTOCOL.read_text(encoding="utf-8"))
+    return {STATES: states_page(), PROTOCOL: protocol, RULES_TESTED: rules_page(protocol)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the pages, or compare them; 1 when one differs."""
+    """Write the pages, or compare them; returns 1 when one differs."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.ops.docs_build.protocol", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 if a page is out of date")
     check = parser.parse_args(argv).check
     stale = [path for path, page in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != page]
     for path in stale:
         if check:
-            sys.stderr.write(f"{path.name} is not up to date: run python -m kvferry.ops.docs_build.protocol\n")
+            sys.stderr.write(f"{path.name} is out of date: run python -m kvferry.ops.docs_build.protocol\n")
         else:
             path.write_text(pages()[path], encoding="utf-8")
     return int(check and bool(stale))

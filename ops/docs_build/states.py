@@ -2,7 +2,7 @@
 
 `python -m kvferry.ops.docs_build.protocol` writes the page.
 
-What a state or an event means is read from the source: the docstring below the member, or the line that begins with
+The meaning of a state or an event is read from the source: the docstring below the member, or the line that begins with
 its name in the docstring of its module.
 """
 
@@ -31,37 +31,37 @@ _HEAD = """\
 
 Made from the transition tables in the code by `python -m kvferry.ops.docs_build.protocol`; change those, not this page.
 
-Everything that has a life of its own moves along the rows of one table and nowhere else: a pair of state and event that
-its table does not have raises `InvariantError` with the last moves, because it is a bug and never to be guessed. What
-comes from outside, late or twice, is sorted out before a table is asked. An arrow to the end means that nothing leads
-on from there. Which of these moves answers which rule is told in [protocol.md](protocol.md).
+A machine changes state only along the rows of its table. A pair of state and event without a row is a bug and raises
+`InvariantError` with the machine's last moves; late and duplicated messages are dropped before a table is asked. An
+arrow to the end marks a state without a way out. [theory.md](theory.md) explains how the machines drive one another,
+[protocol.md](protocol.md) the rules behind the moves.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class StateDiagram:
-    """One table, ready to be drawn."""
+    """One transition table and its texts."""
 
     title: str
     text: str
     states: type[Enum]
     events: type[Enum] | None
-    """None: a table of what may follow what, without names for the reasons."""
+    """None: the table lists allowed successors without naming events."""
     starts: tuple[Enum, ...]
     rows: tuple[tuple[Enum, Enum | None, Enum], ...]
     """(state, event, next state)."""
     source: str
-    """The file that has the table."""
+    """File that defines the states."""
 
 
 def all_machines() -> tuple[StateDiagram, ...]:
-    """Every table of the code, in the order of a request's life."""
+    """Every table of the code, in the order in which a request meets them."""
     return (
         _machine(REQUEST_TABLE, "A request, at its router worker."),
-        _machine(LINK_TABLE, "A link, at its client: the worker, or the prefill node towards decode nodes."),
+        _machine(LINK_TABLE, "A link, at its client: a worker, or a prefill node towards decode nodes."),
         _machine(JOB_TABLE, "One attempt of a request, on the prefill node."),
         _machine(SEND_TABLE, "A hand-over, on the prefill node: asks candidates, pushes pieces, commits to one."),
-        _machine(RECEIVE_TABLE, "A hand-over and the request's life after it, on the decode node."),
+        _machine(RECEIVE_TABLE, "A hand-over on the decode node, and its request until it ends."),
         _scheduler_machine(),
     )
 
@@ -72,7 +72,7 @@ def states_page() -> str:
 
 
 def state_meanings(states: type[Enum]) -> dict[str, str]:
-    """Name of a state -> what it means, on one line; those without a text are left out."""
+    """Name of a state -> its meaning, on one line; a state without a text is left out."""
     module = inspect.getmodule(states)
     text = (module.__doc__ if module is not None else None) or ""
     return _lines_by_name(text, set(states.__members__)) | texts_below(states)
@@ -90,17 +90,17 @@ def _scheduler_machine() -> StateDiagram:
     rows = tuple((state, None, to) for state in SequenceStatus for to in SequenceStatus if to in TRANSITIONS[state])
     reached = {to for _, _, to in rows}
     starts = tuple(state for state in SequenceStatus if state not in reached)
-    text = "A sequence, in the scheduler of either node. `WAITING` comes by `add`, `RESERVED` by `reserve`."
+    text = "A sequence, in the scheduler of either node. `add` creates it as `WAITING`, `reserve` as `RESERVED`."
     return StateDiagram("Sequence", text, SequenceStatus, None, starts, rows, _path_of(SequenceStatus))
 
 
 def _path_of(members: type[Enum]) -> str:
-    return members.__module__.replace(".", "/") + ".py"
+    return members.__module__.removeprefix("kvferry.").replace(".", "/") + ".py"
 
 
 def _section(machine: StateDiagram) -> str:
     lines = [f"## {machine.title}\n\n{machine.text} The table is in `{machine.source}`.\n", "```mermaid"]
-    lines += [*_diagram(machine), "```\n", "| state | meaning | what leads on |\n| --- | --- | --- |"]
+    lines += [*_diagram(machine), "```\n", "| state | meaning | transitions |\n| --- | --- | --- |"]
     texts = state_meanings(machine.states)
     lines += [f"| `{s.name}` | {texts.get(s.name, '')} | {_moves(machine, s)} |" for s in machine.states]
     lines.append("")
@@ -141,7 +141,7 @@ def _move(state: Enum, to: Enum, reasons: list[str]) -> str:
 
 
 def _lines_by_name(text: str, names: set[str]) -> dict[str, str]:
-    """`NAME   what it means` or `ONE, OTHER   what both mean`, with indented lines that go on."""
+    """`NAME   meaning` or `ONE, OTHER   meaning of both`, each with indented lines that continue it."""
     found: dict[str, str] = {}
     current: list[str] = []
     for line in inspect.cleandoc(text).splitlines():

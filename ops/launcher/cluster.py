@@ -1,6 +1,6 @@
-"""Which children make a cluster, and the configuration they get. Pure but for the paths it names.
+"""The children of a cluster, and the configuration that they get. Starts nothing and writes nothing.
 
-The launcher's own endpoints lie in the run directory: two clusters on one machine do not meet.
+By default the discovery endpoints are sockets in the run directory, so two clusters on one machine stay separate.
 """
 
 import signal
@@ -19,18 +19,17 @@ from kvferry.ops.launcher.restart_policy import RestartLimits
 from kvferry.ops.model_choice import served_name
 
 CONFIG_ENV = "KVFERRY_CONFIG"
-"""Environment variable that tells gunicorn's configuration and its workers where the cluster's file is."""
+"""Environment variable with the path of the cluster's file, for gunicorn's configuration and its workers."""
 
 WORKER_CLASS = "kvferry.ops.launcher.worker.RouterWorker"
 
 _KILL_MARGIN_S = 5.0
 _PROXY_STOP_S = 5.0
 _STAGES: dict[NodeKind, Stage] = {"prefill": Stage.PREFILL, "decode": Stage.DECODE, "colocated": Stage.DECODE}
-"""A colocated node stays while prefill nodes may still hand requests over to it."""
+"""A colocated node stops with the decode nodes: prefill nodes may hand requests over to it until they have stopped."""
 
 
 def restart_limits(config: ClusterConfig) -> RestartLimits:
-    """The waits before restarts."""
     serve = config.serve
     return RestartLimits(serve.restart_min_s, serve.restart_max_s, serve.healthy_after_s)
 
@@ -38,7 +37,8 @@ def restart_limits(config: ClusterConfig) -> RestartLimits:
 def serve_config(
     config: ClusterConfig, run_dir: Path, *, model_path: str, name: str, port: int, host: HostFacts
 ) -> ClusterConfig:
-    """What the children of `kvferry serve` run with: all open choices made, drains within serve.stop_timeout_s."""
+    """The configuration of the children of `kvferry serve`: all defaults resolved, drains within
+    serve.stop_timeout_s."""
     bound = config.serve.stop_timeout_s
     timers = msgspec.structs.replace(
         config.timers,
@@ -58,7 +58,8 @@ def serve_config(
 
 
 def router_config(config: ClusterConfig, port: int) -> ClusterConfig:
-    """What the children of `kvferry router` run with. Its workers know the model's name before any node tells it."""
+    """The configuration of the children of `kvferry router`. It names the model, which workers need before a node has
+    announced itself."""
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(config.model, name=served_name(config)),
@@ -67,7 +68,6 @@ def router_config(config: ClusterConfig, port: int) -> ClusterConfig:
 
 
 def proxy_child(config_file: Path) -> ChildSpec:
-    """The announcement proxy."""
     return ChildSpec(
         ChildPlan("proxy", Stage.PROXY, _PROXY_STOP_S),
         python_command("kvferry.ops.launcher.proxy_main", str(config_file)),
@@ -75,7 +75,7 @@ def proxy_child(config_file: Path) -> ChildSpec:
 
 
 def node_child(config: ClusterConfig, config_file: Path, role: NodeKind, index: int) -> ChildSpec:
-    """One node, named role-index."""
+    """A node named ROLE-INDEX."""
     name = _node_name(role, index)
     command = python_command(
         "kvferry.ops.cli.main", role, "--config", str(config_file), "--set", f'{role}.name="{name}"'
@@ -85,12 +85,12 @@ def node_child(config: ClusterConfig, config_file: Path, role: NodeKind, index: 
 
 
 def node_names(config: ClusterConfig) -> frozenset[str]:
-    """What the nodes of `kvferry serve` call themselves."""
+    """Names of the nodes of `kvferry serve`."""
     return frozenset(_node_name(role, index) for role, index in _nodes(config))
 
 
 def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> ChildSpec:
-    """gunicorn with its workers, on a socket that listens already."""
+    """gunicorn and its workers, on the listening socket `listen_fd`."""
     metrics = run_dir / "metrics"
     command = python_command(
         "kvferry.ops.launcher.gunicorn_main",
@@ -102,26 +102,26 @@ def router_child(config: ClusterConfig, config_file: Path, run_dir: Path, listen
         command,
         env={CONFIG_ENV: str(config_file), "PROMETHEUS_MULTIPROC_DIR": str(metrics)},
         pass_fds=(listen_fd,),
-        # It holds nothing that outlives it, and nobody would be there to see its drain.
+        # It leaves no state behind, and without a launcher there is no reason to drain.
         death_signal=signal.SIGKILL,
         fresh_dirs=(metrics,),
     )
 
 
 def cluster_children(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> tuple[ChildSpec, ...]:
-    """Everything of `kvferry serve`."""
+    """All children of `kvferry serve`."""
     nodes = [node_child(config, config_file, role, index) for role, index in _nodes(config)]
     return (*router_children(config, config_file, run_dir, listen_fd), *nodes)
 
 
 def router_children(config: ClusterConfig, config_file: Path, run_dir: Path, listen_fd: int) -> tuple[ChildSpec, ...]:
-    """Everything of `kvferry router`: gunicorn, and this host's proxy if it has one."""
+    """All children of `kvferry router`: gunicorn, and this host's proxy if it has one."""
     router = router_child(config, config_file, run_dir, listen_fd)
     return (proxy_child(config_file), router) if config.discovery.proxy_nodes else (router,)
 
 
 def _private_discovery(discovery: DiscoveryConfig, run_dir: Path) -> DiscoveryConfig:
-    """Endpoints in the run directory, unless the user chose some."""
+    """Endpoints in the run directory, unless the user configured some."""
     nodes, workers = run_dir / "announce", run_dir / "members"
     if discovery != DiscoveryConfig():
         return discovery

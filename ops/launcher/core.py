@@ -1,25 +1,27 @@
-"""What the launcher decides: which child to start, stop or kill, and when all is over. Pure: no process, no clock.
+"""The launcher's state machine: which child to start, stop or kill, and when to finish. Pure: no process, no clock.
 
     STARTING --ReadySeen--> READY
     STARTING, READY --StopRequested--> STOPPING   stage by stage: routers, prefill, decode, proxy
-    STARTING --a child ends by itself with an error--> STOPPING, and the exit code is 1
-    STOPPING --StopRequested--> KILLING           everything at once
-    STOPPING, KILLING --the last child is gone--> OVER
+    STARTING --a child exits with an error--> STOPPING, and the launcher's exit code is 1 or 2
+    STOPPING --StopRequested--> KILLING           all children at the same time
+    STOPPING, KILLING --the last child exits--> OVER
 
-A child that dies in STARTING by a signal, or in READY in any way, is started again after its policy's wait.
+A child that is killed by a signal in STARTING, or that exits in READY for any reason, is restarted after the wait of
+its restart policy.
 """
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from kvferry.common.base.errors import InvariantError
+from kvferry.ops.cli.errors import USAGE_ERROR
 from kvferry.ops.launcher.restart_policy import RestartLimits, RestartPolicy
-from kvferry.ops.launcher.startup_error import startup_error
 
 _START_CRASHES_MAX = 5
-_WRONG_USE = 2
+_ERROR_LINE = re.compile(r"kvferry [a-z]+: error: (.+)")
 
 
 class Stage(Enum):
@@ -33,18 +35,18 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChildPlan:
-    """What the core knows of a child."""
+    """One child, as far as the core needs it."""
 
     name: str
     stage: Stage
     stop_timeout_s: float
-    """How long an orderly stop may take before it is killed."""
+    """Seconds from SIGTERM until it is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildExited:
-    """A child is gone. `code` is negative for a signal; `last_line` is the last that it wrote. Where that says why it
-    ended, nobody was shown it yet."""
+    """A child exited. `code` is negative for a signal; `last_line` is the last line that it wrote. If that is an error
+    line of a kvferry command, it has not been printed yet."""
 
     name: str
     code: int
@@ -53,17 +55,17 @@ class ChildExited:
 
 @dataclass(frozen=True, slots=True)
 class ReadySeen:
-    """A request would be served now."""
+    """The cluster can serve a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """Somebody wants an end: Ctrl-C, SIGTERM."""
+    """The user asked to stop: Ctrl-C, SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went by."""
+    """The time of `next_wakeup` has come."""
 
 
 Event = ChildExited | ReadySeen | StopRequested | Tick
@@ -71,33 +73,33 @@ Event = ChildExited | ReadySeen | StopRequested | Tick
 
 @dataclass(frozen=True, slots=True)
 class StartChild:
-    """Start it; it does not run."""
+    """Start a child that does not run."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TerminateChild:
-    """Ask it to stop (SIGTERM)."""
+    """Send SIGTERM."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillChild:
-    """Kill it and its own children."""
+    """Kill the child and its process group."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceReady:
-    """Tell the user that requests are served."""
+    """Print the line that reports that requests are served."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """A line for the log."""
+class LogLine:
+    """Write a line to the log."""
 
     text: str
     warning: bool = False
@@ -105,18 +107,18 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class FinishLaunch:
-    """All children are gone. `error` is empty when all went as wanted."""
+    """All children have exited. `error` is empty after an orderly stop."""
 
     error: str = ""
-    wrong_use: bool = False
-    """The error is one of the configuration: a child said so by its exit code."""
+    is_usage_error: bool = False
+    """The configuration is wrong: a child ended with exit code 2."""
 
 
-Action = StartChild | TerminateChild | KillChild | AnnounceReady | Tell | FinishLaunch
+Action = StartChild | TerminateChild | KillChild | AnnounceReady | LogLine | FinishLaunch
 
 
 class Phase(Enum):
-    """Where the launcher is."""
+    """State of the launcher."""
 
     STARTING = "starting"
     READY = "ready"
@@ -135,28 +137,27 @@ class _Child:
 
 
 class LauncherCore:
-    """Decides over a fixed set of children. Feed every event with its time; perform the actions in their order."""
+    """Decides for a fixed set of children. The caller must pass every event with its time and perform the actions in
+    their order."""
 
     def __init__(self, children: Sequence[ChildPlan], limits: RestartLimits) -> None:
         if len({plan.name for plan in children}) != len(children):
-            raise InvariantError("two children of one name")
+            raise InvariantError("two children have the same name")
         self._children = {plan.name: _Child(plan, limits) for plan in children}
         self._phase = Phase.STARTING
         self._stage_stopping: Stage | None = None
         self._error = ""
-        self._wrong_use = False
+        self._is_usage_error = False
 
     @property
     def phase(self) -> Phase:
-        """Where the launcher is."""
         return self._phase
 
     def begin(self, now: float) -> list[Action]:
-        """Start everything."""
+        """Start all children."""
         return [self._start(child, now) for child in self._children.values()]
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do about an event."""
         match event:
             case ReadySeen() if self._phase is Phase.STARTING:
                 self._phase = Phase.READY
@@ -167,26 +168,26 @@ class LauncherCore:
                 return self._child_exited(event, now)
             case Tick():
                 return self._tick(now)
-            case _:  # ready, but on the way out already
+            case _:  # ready after the stop began
                 return []
 
     def next_wakeup(self) -> float | None:
-        """When a Tick is needed; None: only an event can change anything."""
+        """Time of the next Tick; None if no timer runs."""
         times = [time for child in self._children.values() for time in (child.restart_at, child.kill_at)]
         return min((time for time in times if time is not None), default=None)
 
     def check_invariants(self) -> None:
-        """InvariantError when a child is in two states at once or runs after the end."""
+        """Raise InvariantError if a child is in two states, or runs after the end."""
         for name, child in self._children.items():
             child.policy.check_invariants()
             if child.running and child.restart_at is not None:
-                raise InvariantError(f"{name} runs and waits for its start")
+                raise InvariantError(f"{name} runs and waits for a restart")
             if child.kill_at is not None and not child.running:
-                raise InvariantError(f"{name} is to be killed and does not run")
+                raise InvariantError(f"{name} has a kill timer but does not run")
             if self._phase in (Phase.STOPPING, Phase.KILLING, Phase.OVER) and child.restart_at is not None:
-                raise InvariantError(f"{name} would start after the stop")
+                raise InvariantError(f"{name} waits for a restart after the stop")
         if self._phase is Phase.OVER and any(child.running for child in self._children.values()):
-            raise InvariantError("over, and a child runs")
+            raise InvariantError("the launcher is over, but a child runs")
 
     def _start(self, child: _Child, now: float) -> Action:
         child.running, child.restart_at = True, None
@@ -196,28 +197,29 @@ class LauncherCore:
     def _child_exited(self, event: ChildExited, now: float) -> list[Action]:
         child = self._children[event.name]
         if not child.running:
-            raise InvariantError(f"{event.name} ended twice")
+            raise InvariantError(f"{event.name} exited twice")
         child.running, child.kill_at = False, None
-        told = startup_error(event.last_line)
+        error = error_of_line(event.last_line)
         if self._phase in (Phase.STOPPING, Phase.KILLING):
-            # Children of one configuration fail alike: what ends the launcher's last line is not said for each.
-            is_new = bool(told) and not self._error.endswith(told)
-            return [*([Tell(f"{event.name}: {told}", warning=True)] if is_new else []), *self._next_stage(now)]
+            # Children of one configuration fail for the same reason: the reason in the launcher's own error is not
+            # repeated for each of them.
+            is_new = bool(error) and not self._error.endswith(error)
+            return [*([LogLine(f"{event.name}: {error}", warning=True)] if is_new else []), *self._next_stage(now)]
         restart_at = child.policy.died(now)
         if self._phase is Phase.STARTING and (event.code > 0 or child.policy.quick_deaths >= _START_CRASHES_MAX):
-            self._error = f"{event.name} could not start: {told or event.last_line or _how(event.code)}"
-            self._wrong_use = event.code == _WRONG_USE
+            self._error = f"{event.name} could not start: {error or event.last_line or _how(event.code)}"
+            self._is_usage_error = event.code == USAGE_ERROR
             return self._begin_stop(now)
         child.restart_at = restart_at
-        how = _how(event.code) + (f": {told}" if told else "")
-        return [Tell(f"{event.name} {how}; starting it again in {restart_at - now:.1f} s", warning=True)]
+        how = _how(event.code) + (f": {error}" if error else "")
+        return [LogLine(f"{event.name} {how}; restarting it in {restart_at - now:.1f} s", warning=True)]
 
     def _stop_requested(self, now: float) -> list[Action]:
         if self._phase in (Phase.STARTING, Phase.READY):
-            return [Tell("stopping; again to stop at once"), *self._begin_stop(now)]
+            return [LogLine("stopping; repeat to stop without draining"), *self._begin_stop(now)]
         if self._phase is Phase.STOPPING:
             self._phase = Phase.KILLING
-            self._error = self._error or "stopped at once, before all had drained"
+            self._error = self._error or "stopped before all children had drained"
             living = [child for child in self._children.values() if child.running]
             for child in living:
                 child.kill_at = None
@@ -231,11 +233,11 @@ class LauncherCore:
         return self._next_stage(now)
 
     def _next_stage(self, now: float) -> list[Action]:
-        """Go on when nothing of the stage that stops is left."""
+        """Stop the next stage once no child of the current one runs."""
         living = [child for child in self._children.values() if child.running]
         if not living:
             self._phase = Phase.OVER
-            return [FinishLaunch(self._error, self._wrong_use)]
+            return [FinishLaunch(self._error, self._is_usage_error)]
         first = min((child.plan.stage for child in living), key=lambda stage: stage.value)
         if self._phase is Phase.KILLING or first is self._stage_stopping:
             return []
@@ -252,11 +254,20 @@ class LauncherCore:
                 actions.append(self._start(child, now))
             elif child.kill_at is not None and child.kill_at <= now:
                 child.kill_at = None
-                actions += [Tell(f"{name} did not stop in time and is killed", warning=True), KillChild(name)]
+                actions += [
+                    LogLine(f"{name} did not stop in {child.plan.stop_timeout_s:g} s; killing it", warning=True)
+                ]
+                actions.append(KillChild(name))
         return actions
+
+
+def error_of_line(line: str) -> str:
+    """The message of an error line of a kvferry command (`kvferry NAME: error: MESSAGE`); empty for any other line."""
+    match = _ERROR_LINE.fullmatch(line)
+    return match[1] if match else ""
 
 
 def _how(code: int) -> str:
     if code == -signal.SIGBUS:
-        return "was ended by SIGBUS: a file that it maps, a weights file perhaps, was cut while it was in use"
-    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+        return "was killed by SIGBUS: a file that it maps (weights?) was truncated while in use"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"

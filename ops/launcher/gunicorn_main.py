@@ -1,4 +1,4 @@
-"""gunicorn, but that the current folder is no place to import from: files there could stand in for a dependency."""
+"""gunicorn's command, without the current folder on `sys.path`: a file there could replace a dependency."""
 
 import os
 
@@ -9,7 +9,7 @@ class RouterApplication(WSGIApplication):  # type: ignore[misc] # gunicorn has n
     """The router under gunicorn, with gunicorn's own command line."""
 
     def chdir(self) -> None:
-        """Go to the configured folder. gunicorn's own method also puts it first on `sys.path`."""
+        """Change to the configured folder. gunicorn's own method also puts it first on `sys.path`."""
         os.chdir(self.cfg.chdir)
 
 

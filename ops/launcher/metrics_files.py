@@ -1,7 +1,7 @@
-"""The files of a router worker's metrics: given their room before they are mapped.
+"""Reserves disk space for the metrics files of a router worker before they are mapped.
 
-The prometheus client makes sparse files and maps them: where the disk is full, the first write into such a page ends
-the process by SIGBUS. With the room reserved that cannot be, and without it the worker does without the files.
+The prometheus client creates sparse files and maps them: on a full disk, the first write to such a page kills the
+process with SIGBUS. Reserved space rules that out; without space the worker runs without the files.
 """
 
 import logging
@@ -11,20 +11,20 @@ from pathlib import Path
 
 _LOG = logging.getLogger("kvferry.router")
 
-VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+METRICS_DIR_ENV = "PROMETHEUS_MULTIPROC_DIR"
 KINDS = ("counter", "histogram", "gauge_livesum", "gauge_livemostrecent")
-"""One file each: how the client names them after what `router.http.metrics` has."""
+"""The prometheus client writes one file for each; the kinds are those that `router.http.metrics` uses."""
 RESERVED_BYTES = 262_144
-"""Of each file: twenty models. A file grows beyond that without a reservation."""
+"""Space for each file, enough for twenty models. A file that grows beyond it does so without a reservation."""
 
 
 def reserve_metrics_files(environ: MutableMapping[str, str], pid: int) -> None:
-    """Give the files of this worker their room, before the prometheus client is imported.
+    """Reserve space for the files of worker `pid`. Must be called before the prometheus client is imported.
 
-    Where there is none the variable is taken out of `environ`, with a warning: then `/metrics` tells the numbers of the
-    one worker that answers, and requests are served.
+    If there is no space, removes the variable from `environ` with a warning: requests are served, and `/metrics`
+    reports only the worker that answers it.
     """
-    directory = environ.get(VARIABLE, "")
+    directory = environ.get(METRICS_DIR_ENV, "")
     if not directory:
         return
     files = [Path(directory) / f"{kind}_{pid}.db" for kind in KINDS]
@@ -35,14 +35,14 @@ def reserve_metrics_files(environ: MutableMapping[str, str], pid: int) -> None:
     except OSError as error:
         for file in files:
             file.unlink(missing_ok=True)
-        del environ[VARIABLE]
+        del environ[METRICS_DIR_ENV]
         _LOG.warning(
-            "%s: no room for metrics (%s): /metrics tells the numbers of one worker only", directory, error.strerror
+            "%s: cannot reserve space for metrics (%s): /metrics reports one worker only", directory, error.strerror
         )
 
 
 def forget_gauges(environ: MutableMapping[str, str], pid: int) -> None:
-    """The gauges of a worker that is gone do not count any more; what it counted does."""
-    directory = environ.get(VARIABLE, "")
+    """Remove the gauges of a worker that exited; its counters stay in the sums."""
+    directory = environ.get(METRICS_DIR_ENV, "")
     for file in Path(directory).glob(f"gauge_live*_{pid}.db") if directory else ():
         file.unlink(missing_ok=True)

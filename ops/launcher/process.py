@@ -1,4 +1,7 @@
-"""One running child: starting it, passing its lines on, signals to it and to what it started. Decides nothing."""
+"""One running child process: starts it, relays its output line by line, signals it and its process group.
+
+Makes no decisions: `core` does. Must run in an asyncio loop.
+"""
 
 import asyncio
 import contextlib
@@ -11,37 +14,37 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvferry.common.base.parent_death_signal import with_death_signal
-from kvferry.ops.launcher.core import ChildPlan
-from kvferry.ops.launcher.startup_error import startup_error
+from kvferry.ops.launcher.core import ChildPlan, error_of_line
 
 WriteLine = Callable[[str, str], object]
-"""Takes a child's name and one of its lines."""
+"""Takes a child's name and a line of its output."""
 
 _READ_BYTES = 1 << 16
 _LAST_LINES_S = 10.0
-"""Its last line says why it ended, also on a busy machine. Only what left its group can hold the pipe for so long."""
+"""Wait after the exit for the last lines, which say why it ended; long enough for a busy machine. Only a process that
+left the child's group can hold the pipe that long."""
 _PIPE_BYTES = 1 << 20
-"""Of lines that wait to be passed on: the most that any user may have."""
+"""Capacity of the output pipe: the most that an unprivileged user may set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """A child to run."""
+    """How to start a child."""
 
     plan: ChildPlan
     argv: tuple[str, ...]
-    """The command; its first word is an absolute path."""
+    """The command; its first word must be an absolute path."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's own environment."""
     pass_fds: tuple[int, ...] = ()
     death_signal: int = signal.SIGTERM
-    """What it gets when the launcher itself is killed."""
+    """Signal to the child when the launcher is killed."""
     fresh_dirs: tuple[Path, ...] = ()
-    """Directories that are empty whenever it starts."""
+    """Directories to empty before each start."""
 
 
 class Child:
-    """One life of a child. It leads a process group of its own, so a Ctrl-C in the terminal does not reach it."""
+    """One run of a child. It leads its own process group, so a Ctrl-C in the terminal does not reach it."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, output: BinaryIO, write_line: WriteLine) -> None:
         self._name = name
@@ -50,29 +53,29 @@ class Child:
         self._write_line = write_line
         self._last_line = ""
         self._held = ""
-        """Its last line where that says why it ends: whoever takes the end says it, once."""
+        """The last line if it is an error line: it is reported with the exit instead of being relayed."""
 
     @property
     def pid(self) -> int:
-        """Its process id, which is its group's too."""
+        """Process id, which is also the id of its group."""
         return self._process.pid
 
     def terminate(self) -> None:
-        """Ask it to stop."""
+        """Send SIGTERM."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill it and whatever it started that is still in its group."""
+        """Kill all processes of its group."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     async def wait(self) -> tuple[int, str]:
-        """Pass its lines on until it is gone; (exit code, its last line). The code is negative for a signal. A last
-        line that says why it ends is not passed on."""
+        """Relay its lines until it exits; returns the exit code (negative for a signal) and the last line. A last line
+        that is an error line is not relayed."""
         relay = asyncio.create_task(self._relay())
         code = await self._process.wait()
-        # What it started would go on serving beside its successor, and holds the pipe open.
+        # Its own children would keep serving next to its successor, and they hold the pipe open.
         self.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(relay, _LAST_LINES_S)
@@ -97,7 +100,7 @@ class Child:
         text = line.decode("utf-8", "replace").rstrip()
         if self._held:
             self._write_line(self._name, self._held)
-        self._held = text if startup_error(text) else ""
+        self._held = text if error_of_line(text) else ""
         if text:
             self._last_line = text
         if not self._held:
@@ -105,7 +108,7 @@ class Child:
 
 
 async def start_child(spec: ChildSpec, write_line: WriteLine) -> Child:
-    """Start a child whose stdout and stderr go line by line to `write_line(name, line)`. OSError when it cannot be."""
+    """Start a child; its stdout and stderr go to `write_line(name, line)`. Raises OSError if it cannot be started."""
     for directory in spec.fresh_dirs:
         _make_empty(directory)
     output, write_fd = _output_pipe()
@@ -128,7 +131,7 @@ async def start_child(spec: ChildSpec, write_line: WriteLine) -> Child:
 
 
 def prefixed(name: str, line: str) -> str:
-    """The line with the child's name before it, unless it is a log line, which says it itself."""
+    """The line with the child's name in front, unless it is a log line, which names the child already."""
     words = line.split(maxsplit=3)
     if line.startswith("{") or (len(words) > 2 and words[2].startswith(name)):
         return line
@@ -136,13 +139,14 @@ def prefixed(name: str, line: str) -> str:
 
 
 def _output_pipe() -> tuple[BinaryIO, int]:
-    """A pipe of our own: asyncio's would make the wait for the child a wait for all that inherited the pipe.
+    """A pipe for a child's output: with asyncio's own pipe, waiting for the child would wait for every process that
+    inherited the pipe.
 
-    Whoever writes to it never waits: a launcher that is stopped would bring everything to a stand.
+    Writes to it never block, so a stopped (SIGSTOP) launcher does not stall the cluster.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
-    with contextlib.suppress(OSError):  # all pipes of this user have the most they may have
+    with contextlib.suppress(OSError):  # the user's quota for pipe memory is used up
         fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     return os.fdopen(read_fd, "rb", buffering=0), write_fd
 

@@ -1,4 +1,4 @@
-"""Tells how many nodes are up while a cluster starts slowly. Hears what router workers hear: announcements."""
+"""Reports how many nodes are up while a cluster starts slowly. Subscribes to announcements, as router workers do."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,22 @@ from kvferry.common.transport.security import load_security
 
 LOOK_S = 1.0
 LOOKS_PER_LINE = 10
-"""A small model is up before the first line; one that takes minutes says every ten seconds how far it is."""
+"""A line every ten seconds: a small model is up before the first one."""
 
 
 class Announcements(Protocol):
-    """What came since it was asked last."""
+    """A source of announcements."""
 
     def receive(self) -> Iterator[Envelope]:
-        """Never waits."""
+        """Those that arrived since the last call. Never blocks."""
         ...
 
 
 @contextlib.asynccontextmanager
-async def telling_progress(config: ClusterConfig, names: Set[str], tell: Callable[[str], None]) -> AsyncIterator[None]:
-    """Meanwhile, lines about the nodes of these names. Silent where the configuration has no proxy to hear."""
+async def reporting_progress(
+    config: ClusterConfig, names: Set[str], write_line: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Inside the context, write lines about the nodes of these names. Silent if the configuration has no proxy."""
     members = config.discovery.proxy_workers
     if not (members and config.discovery.proxy_nodes):
         yield
@@ -36,25 +38,25 @@ async def telling_progress(config: ClusterConfig, names: Set[str], tell: Callabl
     context = TransportContext(security)
     listener = AnnouncementListener(context, config.limits)
     listener.connect(members if security is None else with_key(members, security.public))
-    telling = asyncio.create_task(tell_progress(listener, names, tell, lambda: asyncio.sleep(LOOK_S)))
+    reporting = asyncio.create_task(report_progress(listener, names, write_line, lambda: asyncio.sleep(LOOK_S)))
     try:
         yield
     finally:
-        telling.cancel()
+        reporting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await telling
+            await reporting
         listener.close()
         context.close()
 
 
-async def tell_progress(
-    heard: Announcements, names: Set[str], tell: Callable[[str], None], pause: Callable[[], Awaitable[None]]
+async def report_progress(
+    source: Announcements, names: Set[str], write_line: Callable[[str], None], pause: Callable[[], Awaitable[None]]
 ) -> None:
-    """A line after every so many pauses, without end."""
+    """Write a line after every LOOKS_PER_LINE pauses, until cancelled."""
     ready: set[str] = set()
     while True:
         for _ in range(LOOKS_PER_LINE):
             await pause()
-            said = (envelope.message for envelope in heard.receive())
-            ready |= names & {message.name for message in said if isinstance(message, Announce)}
-        tell(f"{len(ready)} of {len(names)} nodes ready")
+            messages = (envelope.message for envelope in source.receive())
+            ready |= names & {message.name for message in messages if isinstance(message, Announce)}
+        write_line(f"{len(ready)} of {len(names)} nodes ready")

@@ -1,4 +1,4 @@
-"""The announcement proxy as a process of its own: `python -m kvferry.ops.launcher.proxy_main CONFIG_FILE`."""
+"""Runs the announcement proxy: `python -m kvferry.ops.launcher.proxy_main CONFIG_FILE`."""
 
 import logging
 import sys
@@ -14,7 +14,7 @@ _LOG = logging.getLogger("kvferry.proxy")
 
 
 def main(argv: list[str]) -> int:
-    """Forward announcements until SIGTERM, or until the parent is gone."""
+    """Forward announcements until SIGTERM, or until the parent exits; returns the exit code."""
     config = load_config(Path(argv[0]))
     setup_logging(config.log, "proxy")
     discovery = config.discovery

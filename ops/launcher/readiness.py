@@ -1,4 +1,5 @@
-"""Asks over HTTP whether a request would be served: a few lines of HTTP/1.1 on asyncio, to keep the launcher light."""
+"""Polls the router's health endpoint. Speaks a few lines of HTTP/1.1 on asyncio, so that the launcher needs no HTTP
+library."""
 
 import asyncio
 from urllib.parse import urlsplit
@@ -14,8 +15,8 @@ _ROUNDS = 2
 async def wait_until_answered(url: str, path: str, workers: int) -> None:
     """Return when every worker answers `path` with 200.
 
-    Which worker takes a connection is the kernel's choice: so many connections are opened at once, twice, that it is
-    very unlikely for one of the workers to have had none.
+    The kernel chooses which worker accepts a connection. Several connections for each worker are opened at the same
+    time, in two rounds, so that a worker without any is very unlikely.
     """
     rounds = 0
     while rounds < _ROUNDS:
@@ -31,7 +32,7 @@ async def _all_answer(url: str, path: str, count: int) -> bool:
 
 
 async def status_of(url: str, path: str) -> int:
-    """The status of one GET; 0 when there was no answer in time."""
+    """The status of one GET; 0 if there was no answer in time."""
     try:
         return await run_with_timeout(_ANSWER_WAIT_S, _get(url, path))
     except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):

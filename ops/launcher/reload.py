@@ -1,7 +1,7 @@
-"""gunicorn's reload (SIGHUP): old workers are told to leave when the new ones serve, not when they are forked.
+"""Makes gunicorn's reload (SIGHUP) stop the old workers when the new ones serve, not when they are forked.
 
-gunicorn by itself tells them at once, and a new worker needs seconds until it serves: it imports, and it finds the
-nodes. Runs in the arbiter, in its own thread; what it does is what the arbiter would have done a little earlier.
+gunicorn by itself stops them immediately, but a new worker needs seconds until it serves: it imports modules and
+discovers the nodes. Runs in the arbiter's own thread and only delays what the arbiter does anyway.
 """
 
 import logging
@@ -21,9 +21,9 @@ POLL_S = 0.05
 
 
 def new_workers_first(arbiter: "Arbiter") -> None:
-    """Make this arbiter wait for the workers that will stay before it ends those that are too many.
+    """Make this arbiter wait until the newest workers serve before it stops excess ones.
 
-    While it waits, here and in its own reload (for old workers to end), it is not deaf to what ends it.
+    While it waits, here and in its own reload (for old workers to exit), it still reacts to stop signals.
     """
     manage_workers, reap_workers = arbiter.manage_workers, arbiter.reap_workers
 
@@ -31,34 +31,34 @@ def new_workers_first(arbiter: "Arbiter") -> None:
         _wait_for_staying(arbiter)
         manage_workers()
 
-    def hear_and_reap() -> None:
-        if arbiter.LISTENERS and _is_told_to_stop(arbiter):  # it has none when it stops already
-            raise StopIteration  # as its own handler has it: all workers, old and new, are told together
+    def check_stop_and_reap() -> None:
+        if arbiter.LISTENERS and _stop_is_queued(arbiter):  # without listeners it is stopping already
+            raise StopIteration  # as its own signal handler does: stops old and new workers together
         reap_workers()
 
-    arbiter.manage_workers, arbiter.reap_workers = wait_and_manage, hear_and_reap
+    arbiter.manage_workers, arbiter.reap_workers = wait_and_manage, check_stop_and_reap
 
 
 def _wait_for_staying(arbiter: "Arbiter") -> None:
-    """Until they serve, or there are not too many workers any more."""
+    """Return when the newest workers serve, or no worker is in excess."""
     until = time.monotonic() + arbiter.timeout
     while _staying_boot(arbiter):
         if time.monotonic() > until:
-            _LOG.warning("new workers do not serve after %s s; the old ones are ended all the same", arbiter.timeout)
+            _LOG.warning("new workers do not serve after %s s; stopping the old ones anyway", arbiter.timeout)
             return
         arbiter.reap_workers()
         time.sleep(POLL_S)
 
 
 def _staying_boot(arbiter: "Arbiter") -> bool:
-    """Whether some are too many, and the youngest ones, which stay, do not all serve yet."""
+    """Whether there are excess workers while some of the newest ones, which stay, do not serve yet."""
     by_age: list[RouterWorker] = sorted(arbiter.WORKERS.values(), key=lambda worker: worker.age)
     excess = len(by_age) - arbiter.num_workers
     return excess > 0 and not all(worker.serves for worker in by_age[excess:])
 
 
-def _is_told_to_stop(arbiter: "Arbiter") -> bool:
-    """Look at the signals that wait to be handled, and leave them there."""
+def _stop_is_queued(arbiter: "Arbiter") -> bool:
+    """Whether a stop signal waits in the arbiter's queue; leaves the queue as it is."""
     waiting = []
     while True:
         try:

@@ -1,6 +1,6 @@
-"""A private directory for one run: sockets, the children's configuration, metrics files. Gone when the run is over.
+"""A private directory for one run: sockets, the children's configuration, metrics files. Removed at the end.
 
-What a killed run left behind is removed by the next one: a directory whose lock nobody holds has no owner.
+The next run removes what a killed one left: a directory whose lock is free has no owner.
 """
 
 import fcntl
@@ -16,28 +16,26 @@ from kvferry.common.base.errors import KvferryError
 _LOCK = "lock"
 _RANDOM_CHARS = 8
 _FILE_CHARS = 16
-"""Room for the name of a socket in it."""
+"""Longest name of a socket in it."""
 SOCKET_PATH_BYTES = 107
-"""What the kernel takes (sun_path)."""
+"""Longest path of a Unix socket (sun_path)."""
 
 
 def run_base() -> Path:
-    """Where run directories are made: $XDG_RUNTIME_DIR, the temporary directory or /tmp, the first that will do.
-
-    That is one that can be written, and whose path is short enough for sockets in it. KvferryError when none is.
-    """
+    """Parent of run directories: the first of $XDG_RUNTIME_DIR, the temporary directory and /tmp that is writable and
+    whose path is short enough for sockets. Raises KvferryError if none is."""
     places = [place for place in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp") if place]
     for place in places:
         if os.access(place, os.W_OK | os.X_OK) and has_room_for_sockets(Path(place)):
             return Path(place)
     raise KvferryError(
-        f"no place for sockets: set XDG_RUNTIME_DIR or TMPDIR to a directory that can be written and whose path has at "
-        f"most {SOCKET_PATH_BYTES - _below_bytes()} bytes; tried {', '.join(places)}"
+        f"no directory for sockets: set XDG_RUNTIME_DIR or TMPDIR to a writable directory with a path of at most "
+        f"{SOCKET_PATH_BYTES - _below_bytes()} bytes; tried {', '.join(places)}"
     )
 
 
 def has_room_for_sockets(base: Path) -> bool:
-    """Whether a socket in a run directory below this one has a path that the kernel takes."""
+    """Whether the path of a socket in a run directory below `base` is short enough for the kernel."""
     return len(os.fsencode(base.absolute())) + _below_bytes() <= SOCKET_PATH_BYTES
 
 
@@ -47,10 +45,10 @@ def _below_bytes() -> int:
 
 @contextmanager
 def run_directory(base: Path | None = None) -> Iterator[Path]:
-    """A fresh directory, readable by this user alone, while the context lasts."""
+    """A new directory, readable by this user only; removed when the context ends."""
     base = base or run_base()
     remove_left_over(base)
-    # Hidden until it is locked, so that another launcher does not take it for one without an owner.
+    # Hidden until it is locked, so that another launcher does not remove it as one without an owner.
     hidden = Path(tempfile.mkdtemp(prefix=".kvferry-", dir=base))
     lock = os.open(hidden / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -64,7 +62,7 @@ def run_directory(base: Path | None = None) -> Iterator[Path]:
 
 
 def remove_left_over(base: Path) -> list[Path]:
-    """Remove this user's run directories that no process holds; returns them."""
+    """Remove this user's run directories whose lock is free; returns them."""
     removed = []
     for path in base.glob(_name("*")):
         try:

@@ -1,4 +1,5 @@
-"""`kvferry serve` and `kvferry router`: the socket, the run directory, the children, and one line when it serves."""
+"""Runs `kvferry serve` and `kvferry router`: binds the socket, makes the run directory, supervises the children, and
+prints one line when HTTP is served."""
 
 import asyncio
 import contextlib
@@ -8,11 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.common.base.clock import MonotonicClock
-from kvferry.common.base.log_writer import (
-    STDERR_FD,
-    STDOUT_FD,
-    LogWriter,
-)
+from kvferry.common.base.log_writer import STDERR_FD, STDOUT_FD, LogWriter
 from kvferry.common.config.checks import config_notes, host_notes
 from kvferry.common.config.docs import config_as_toml
 from kvferry.common.config.host import probe_host
@@ -29,7 +26,7 @@ from kvferry.ops.launcher.cluster import (
 )
 from kvferry.ops.launcher.listen import Listener, listen
 from kvferry.ops.launcher.process import ChildSpec, prefixed
-from kvferry.ops.launcher.progress import telling_progress
+from kvferry.ops.launcher.progress import reporting_progress
 from kvferry.ops.launcher.readiness import wait_until_answered
 from kvferry.ops.launcher.run_dir import run_directory
 from kvferry.ops.launcher.supervisor import STOP_SIGNALS, Supervisor
@@ -39,9 +36,9 @@ _CONFIG_FILE = "cluster.toml"
 
 
 def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambda spec: spec) -> None:
-    """A whole cluster on this machine until it is stopped; `config` names the model. KvferryError when it cannot be.
+    """Run a cluster on this machine until it is stopped. `config` must name the model. Raises KvferryError if it fails.
 
-    `place` may say otherwise where or how a child runs.
+    `place` may replace the specification of a child, to change where or how it runs.
     """
     model, host = config.model, probe_host()
     for note in host_notes(config, host):
@@ -54,14 +51,14 @@ def serve(config: ClusterConfig, place: Callable[[ChildSpec], ChildSpec] = lambd
         nodes = node_names(config)
 
         async def wait_ready() -> None:
-            async with telling_progress(config, nodes, _LOG.info):
+            async with reporting_progress(config, nodes, _LOG.info):
                 await wait_until_answered(listener.url, "/v2/health/ready", config.router.workers)
 
         _supervise(children, config, listener, wait_ready, ready_line)
 
 
 def serve_router(config: ClusterConfig) -> None:
-    """This host's router workers and announcement proxy until they are stopped."""
+    """Run this host's router workers and announcement proxy until they are stopped."""
     with _prepared(config, ("router",)) as (listener, run_dir):
         config = router_config(config, listener.port)
         file = _write_config(config, run_dir)
@@ -92,7 +89,7 @@ def _prepared(config: ClusterConfig, roles: tuple[KeyRole, ...]) -> Iterator[tup
 
 
 def _check_keys(config: ClusterConfig, role: KeyRole) -> None:
-    """What is wrong with keys is told here, not by every child in turn."""
+    """Report wrong keys once, before any child does. Raises ConfigError."""
     security = load_security(config.security, role)
     if security is not None and role == "router":
         security.completed("router.nodes", config.router.nodes, "node")
@@ -112,7 +109,7 @@ def _supervise(
         MonotonicClock(),
         wait_ready=wait_ready,
         on_ready=lambda: stdout.write(ready_line),
-        # While this copy is open, new connections would wait for an answer that never comes.
+        # While the launcher's copy is open, new connections would be accepted by the kernel and never answered.
         on_stop=listener.close,
         write_line=lambda name, line: stderr.write(prefixed(name, line)),
     )

@@ -1,4 +1,4 @@
-"""The shell around `LauncherCore`: signals and exits in, processes started, stopped and killed. One asyncio loop."""
+"""Runs `LauncherCore`: feeds it signals and exits, and starts, stops and kills the children. One asyncio loop."""
 
 import asyncio
 import logging
@@ -6,11 +6,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 
 from kvferry.common.base.clock import Clock
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-    KvferryError,
-)
+from kvferry.common.base.errors import ConfigError, InvariantError, KvferryError
 from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.ops.launcher.core import (
     Action,
@@ -20,10 +16,10 @@ from kvferry.ops.launcher.core import (
     FinishLaunch,
     KillChild,
     LauncherCore,
+    LogLine,
     ReadySeen,
     StartChild,
     StopRequested,
-    Tell,
     TerminateChild,
     Tick,
 )
@@ -35,7 +31,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """Keeps children running until it is told to stop, then stops them in their order."""
+    """Keeps the children running until a stop signal, then stops them in the order of their stages."""
 
     def __init__(
         self,
@@ -60,13 +56,15 @@ class Supervisor:
         self._finish: FinishLaunch | None = None
 
     async def run(self) -> None:
-        """Run until all is stopped. KvferryError says why it ended when nobody asked for it.
+        """Run until all children have stopped. Raises KvferryError with the reason if no stop was requested.
 
-        Afterwards the stop signals are ignored, so that the caller can clean up; it restores them.
+        On return the stop signals are ignored, so that the caller can clean up; the caller must restore them.
         """
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            if (
+                number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+            ):  # started by nohup: keep ignoring it
                 loop.add_signal_handler(number, self._events.put_nowait, StopRequested())
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -78,11 +76,11 @@ class Supervisor:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
         if self._finish is not None and self._finish.error:
-            kind = ConfigError if self._finish.wrong_use else KvferryError
+            kind = ConfigError if self._finish.is_usage_error else KvferryError
             raise kind(self._finish.error)
 
     def pids(self) -> dict[str, int]:
-        """Name -> process id of the children that run."""
+        """Name -> process id of the running children."""
         return {name: child.pid for name, child in self._children.items()}
 
     async def _run(self, tasks: asyncio.TaskGroup) -> None:
@@ -114,7 +112,7 @@ class Supervisor:
                     self._signal(name, Child.kill)
                 case AnnounceReady():
                     self._on_ready()
-                case Tell(text, warning):
+                case LogLine(text, warning):
                     _LOG.log(logging.WARNING if warning else logging.INFO, text)
                 case FinishLaunch():
                     self._finish = action
@@ -130,13 +128,13 @@ class Supervisor:
 
     def _signal(self, name: str, send: Callable[[Child], None]) -> None:
         child = self._children.get(name)
-        if child is not None:  # else its end is in the queue already
+        if child is not None:  # else its exit is already in the queue
             send(child)
 
     async def _watch_child(self, name: str, child: Child) -> None:
         code, last_line = await child.wait()
         if self._children.pop(name, None) is not child:
-            raise InvariantError(f"{name} runs twice")
+            raise InvariantError(f"two processes of {name} ran at the same time")
         self._events.put_nowait(ChildExited(name, code, last_line))
 
     async def _watch_ready(self) -> None:

@@ -1,9 +1,9 @@
-"""gunicorn's worker class: uvicorn's, which leaves without losing a request that is on its way.
+"""gunicorn's worker class: uvicorn's, changed to stop without losing a request in flight.
 
-uvicorn by itself goes on accepting for a moment after SIGTERM, and then closes every connection on which no request is
-being answered, new ones too: whoever has just connected is reset. Here a worker that is told to leave accepts nothing
-more at once (the others of its gunicorn do), and connections that wait for their first request live on for a moment.
-What is answered then is the application's business: the router, which drains by then, says 503.
+uvicorn by itself keeps accepting for a moment after SIGTERM and then closes every connection that has no request in
+progress, new ones too: a client that has just connected gets a reset. Here a stopping worker stops accepting
+immediately (the other workers of its gunicorn accept), and a connection that waits for its first request stays open for
+REQUEST_WAIT_S. The application chooses the answer: a draining router answers 503.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from uvicorn.server import Server, ServerState
 from uvicorn_worker import UvicornWorker
 
 REQUEST_WAIT_S = 3.0
-"""How long a worker that leaves waits for the first request of a connection that it accepted before. Less than what
-`graceful_timeout` adds to the drain."""
+"""How long a stopping worker waits for the first request of a connection that it accepted before. Must be less than
+what `graceful_timeout` adds to the drain."""
 
 
 class RouterState(ServerState):
-    """What all connections of a worker share."""
+    """State that all connections of a worker share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,37 +45,38 @@ class RouterProtocol(H11Protocol):
         self._state = server_state
         self._leaving = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """One that was accepted just before the worker was told to leave may get here after it."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
+        """Start reading. A connection accepted just before the stop signal may arrive here after it."""
         super().connection_made(transport)
         if self._state.leaving:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Called when the worker leaves, by uvicorn once more: closes an idle one, any other after its next answer."""
+        """Close an idle connection, and any other one after its next answer. Called when the worker stops, and again by
+        uvicorn."""
         if self._leaving:
             return
         self._leaving = True
         if self._request_is_due:
-            self.loop.call_later(REQUEST_WAIT_S, self._give_up)
+            self.loop.call_later(REQUEST_WAIT_S, self._close_unless_closing)
         else:
             self._make_last()
             super().shutdown()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of the client. On a connection that is left, the request that they end is the last one."""
+        """Bytes from the client. On a stopping worker, the request that they complete is the connection's last."""
         super().data_received(data)
         if self._leaving:
             self._make_last()
 
     @property
     def _request_is_due(self) -> bool:
-        """Nobody connects without a request to come, and half of a head is the same."""
+        """Whether the client is about to send a request: on a new connection, or after part of a request head."""
         cycle = self.cycle
         return cycle is None or (cycle.response_complete and self.conn.trailing_data[0] != b"")
 
     def _make_last(self) -> None:
-        """Close after the answer that is under way, and say so in its head."""
+        """Close the connection after the answer in progress, with `Connection: close` in its head."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
             return
@@ -83,13 +84,13 @@ class RouterProtocol(H11Protocol):
         if not cycle.response_started and CLOSE_HEADER not in cycle.default_headers:
             cycle.default_headers = [*cycle.default_headers, CLOSE_HEADER]
 
-    def _give_up(self) -> None:
+    def _close_unless_closing(self) -> None:
         if not self.transport.is_closing():
             super().shutdown()
 
 
 class RouterServer(Server):
-    """The server of one worker. Made inside the event loop that runs it."""
+    """The server of one worker. Must be created inside the event loop that runs it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -98,12 +99,12 @@ class RouterServer(Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The handler of signals that end a worker. The main loop hears of it at its next tick: `shutdown`."""
+        """Handle a stop signal. uvicorn's main loop sees it at its next tick and calls `shutdown`."""
         super().handle_exit(sig, frame)
         self._loop.call_soon_threadsafe(self.leave)
 
     def leave(self) -> None:
-        """Leave new connections to the other workers, which share the socket, and tell those that are there."""
+        """Stop accepting (the other workers share the socket), and shut down the open connections."""
         self.server_state.leaving = True
         for server in self.servers:
             server.close()
@@ -111,28 +112,29 @@ class RouterServer(Server):
             connection.shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Returns when no connection is left. `leave` comes first, even where no signal told it to."""
+        """Return when no connection is left. Calls `leave` first, also without a signal."""
         self.leave()
         await super().shutdown(sockets)
 
 
 class RouterWorker(UvicornWorker):  # type: ignore[misc] # uvicorn_worker has no types
-    """What `worker_class` names."""
+    """The class that gunicorn's `worker_class` names."""
 
-    CONFIG_KWARGS = {"loop": "auto", "http": RouterProtocol}  # noqa: RUF012 # as the base class has it
+    CONFIG_KWARGS = {"loop": "auto", "http": RouterProtocol}  # noqa: RUF012 # as in the base class
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Called in the arbiter, before the fork."""
+        """Runs in the arbiter, before the fork."""
         super().__init__(*args, **kwargs)
         self._never_alive = self.tmp.last_update()
 
     @property
     def serves(self) -> bool:
-        """Asked in the arbiter: the first sign of life comes from the server's main loop, which starts with serving."""
+        """Whether it serves; used in the arbiter. The first liveness update comes from the server's main loop, which
+        runs while it serves."""
         return bool(self.tmp.last_update() != self._never_alive)
 
     async def _serve(self) -> None:
-        """As in the base class, but for the server's class."""
+        """As in the base class, with RouterServer."""
         self.config.app = self.wsgi
         server = RouterServer(self.config)
         self._install_sigquit_handler()

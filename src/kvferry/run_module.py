@@ -1,8 +1,8 @@
-"""`python -P .../kvferry/run_module.py MODULE ARGS...`: runs a module of the package that this file lies in.
+"""`python -P .../kvferry/run_module.py MODULE ARGS...`: runs a module of the package that holds this file.
 
-kvferry starts its own processes this way and not with `python -m`: the package is loaded from this file's folder before
-anything looks at `sys.path`, so that nothing in the current folder, in PYTHONPATH or in another distribution can stand
-in for a part of it. Imports the standard library alone.
+kvferry starts its own processes this way, not with `python -m`. The package is loaded from this file's folder before
+`sys.path` is searched, so nothing in the current folder, in PYTHONPATH or in another distribution can replace a part of
+it. May import the standard library only.
 """
 
 import importlib.util

@@ -2,7 +2,7 @@
 
 import re
 
-_CHILD = re.compile(r"(\S+) was ended by signal (\d+)|(\S+) ended with code (\d+)")
+_CHILD = re.compile(r"launcher: (\S+) was killed by signal (\d+)|launcher: (\S+) exited with code (\d+)")
 _WORKER = re.compile(r"Worker \(pid:(\d+)\) was sent (SIG[A-Z]+)|Worker \(pid:(\d+)\) exited with code (\d+)")
 _DONE_TO_THEM = {"9", "15", "SIGKILL", "SIGTERM"}
 _ORDERLY = "0"

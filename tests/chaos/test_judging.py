@@ -129,15 +129,15 @@ def test_fault_proxy_places_every_node_behind_a_front() -> None:
 
 def test_a_process_that_ended_by_itself_is_wrong() -> None:
     done = """
-        WARNING serve kvferry.launcher: decode-0 was ended by signal 9; starting it again in 0.2 s
-        WARNING serve kvferry.launcher: decode-0 was ended by signal 15; starting it again in 0.2 s
-        WARNING serve kvferry.launcher: decode-0 ended with code 0; starting it again in 0.2 s
+        WARNING serve kvferry.launcher: decode-0 was killed by signal 9; restarting it in 0.2 s
+        WARNING serve kvferry.launcher: decode-0 was killed by signal 15; restarting it in 0.2 s
+        WARNING serve kvferry.launcher: decode-0 exited with code 0; restarting it in 0.2 s
         ERROR   router gunicorn.error: Worker (pid:17) was sent SIGKILL! Perhaps out of memory?
     """
     assert unexplained_deaths(done) == []
     for line in (
-        "WARNING serve kvferry.launcher: decode-0 was ended by signal 6; starting it again in 0.2 s",
-        "WARNING serve kvferry.launcher: prefill-1 ended with code 1; starting it again in 0.2 s",
+        "WARNING serve kvferry.launcher: decode-0 was killed by signal 6; restarting it in 0.2 s",
+        "WARNING serve kvferry.launcher: prefill-1 exited with code 1; restarting it in 0.2 s",
         "ERROR   router gunicorn.error: Worker (pid:17) was sent SIGSEGV!",
         "ERROR   router gunicorn.error: Worker (pid:17) exited with code 3.",
     ):

@@ -62,6 +62,7 @@ async def test_next_to_split_nodes(cluster: MakeCluster, reference: Reference) -
     assert not any(prefill == "colocated-0" and decode != "colocated-0" for prefill, decode in pairs)
 
 
+@pytest.mark.rule(6)
 @pytest.mark.asyncio
 async def test_two_of_them_are_one_anothers_clients(
     cluster: MakeCluster, reference: Reference, monkeypatch: pytest.MonkeyPatch

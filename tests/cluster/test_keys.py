@@ -14,6 +14,7 @@ from tests.support.tiny_llama import random_prompt, reference_tokens
 Reference = tuple[Path, Any]
 
 
+@pytest.mark.rule(38)
 @pytest.mark.asyncio
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 async def test_nodes_with_keys_die_and_come_back(cluster: MakeCluster, reference: Reference, scheme: str) -> None:

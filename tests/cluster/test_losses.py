@@ -24,6 +24,7 @@ async def wait_for_tokens(c: Cluster, count: int) -> None:
     )
 
 
+@pytest.mark.rule(32)
 @pytest.mark.asyncio
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 11, "temperature": 1.3, "top_k": 50}])
 @pytest.mark.parametrize("scheme", ["inproc", "tcp"])

@@ -65,6 +65,7 @@ async def test_a_node_that_offers_no_shared_memory_is_reached_as_before(
         assert staged_at(c.nodes["decode-0"]) == 0
 
 
+@pytest.mark.rule(26)
 @pytest.mark.asyncio
 async def test_slots_of_a_prefill_node_that_dies_are_free_again(cluster: MakeCluster, reference: Reference) -> None:
     prompt = random_prompt(2, 60)

@@ -37,9 +37,9 @@ def test_a_cluster_is_measured(served: Served, shape: tuple[str, ...]) -> None:
 def test_a_table_for_people(served: Served) -> None:
     done = bench(served, "--requests", "2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "2 whole, 0 failed" in done.stdout
+    assert "2 completed, 0 failed" in done.stdout
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[4:9]] == [
-        "first token", "first to second", "between tokens", "per token, a request", "whole request",
+        "first token", "first to second", "between tokens", "per token of a request", "whole request",
     ]  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_measured(served: Served) -> None:
         ("other", (), "neither /v2/models/other nor"),
         (MODEL, ("--vocab-size", "999999"), "422 inputs[0].data"),
         (MODEL, ("--input-len", "100000"), "422 "),
-        (MODEL, ("--ignore-eos",), "--ignore-eos: the token API has nothing like it"),
+        (MODEL, ("--ignore-eos",), "--ignore-eos: the token API does not support it"),
     ):
         done = bench(served, *words, model=model)
         assert (done.returncode, done.stdout) == (2, "")

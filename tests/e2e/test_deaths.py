@@ -69,6 +69,7 @@ def worker_of(cluster: Served, port: int) -> psutil.Process:
     raise AssertionError(f"no worker has a connection with port {port}")
 
 
+@pytest.mark.rule(32)
 @pytest.mark.parametrize("name", NODES)
 def test_node_is_killed_under_a_stream(cluster: Served, undisturbed: list[int], name: str) -> None:
     """A lost decode node's requests continue where it comes back; a prefill node is not needed any more."""
@@ -205,6 +206,7 @@ def test_node_sleeps_until_it_is_given_up(cluster: Served, undisturbed: list[int
     assert {child: process.pid for child, process in cluster.children().items()} == pids
 
 
+@pytest.mark.rule(11)
 def test_proxy_is_killed(cluster: Served) -> None:
     """Membership freezes meanwhile, and new lives are heard of again after it."""
     victim = cluster.node("proxy")

@@ -17,7 +17,7 @@ from tests.support.processes import has_ended
 from tests.support.serve import Served, wait_until
 from tests.support.tiny_llama import random_prompt
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.rule(38)]
 PROMPT = random_prompt(31, 40, VOCAB_SIZE)
 
 

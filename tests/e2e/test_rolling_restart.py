@@ -106,6 +106,7 @@ def test_nodes_and_proxy(cluster: Served, watch: NodeWatch, target: Target) -> N
     watch.wait_idle(*NODES)
 
 
+@pytest.mark.rule(37)
 def test_who_had_connected_to_a_worker_that_leaves(cluster: Served) -> None:
     """Its request comes when the worker has heard the signal: it is refused with a time to ask again, and asks another
     one."""

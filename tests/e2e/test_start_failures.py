@@ -34,7 +34,7 @@ def broken(reference: Reference, tmp_path: Path) -> Path:
 
 def test_no_model_there(tmp_path: Path) -> None:
     line = fails(ServeOptions(tmp_path / "nothing"), 2)
-    assert line == f"kvferry serve: error: model.path: {tmp_path / 'nothing'} is not there"
+    assert line == f"kvferry serve: error: model.path: {tmp_path / 'nothing'} does not exist"
 
 
 def test_damaged_weights(broken: Path) -> None:
@@ -50,7 +50,7 @@ def test_port_in_use(reference: Reference) -> None:
         # The option comes first, the setting wins.
         line = fails(ServeOptions(reference.path, settings={"router.port": port}), 1)
     assert line == (
-        f"kvferry serve: error: port {port} on 127.0.0.1 is in use; choose another with --port, or 0 for any free one"
+        f"kvferry serve: error: port {port} on 127.0.0.1 is in use; choose another with --port, or 0 for a free one"
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ def layer_tokens(pieces: list[Piece]) -> Counter[tuple[int, int]]:
     )
 
 
+@pytest.mark.rule(20)
 @given(SHAPES, CHUNKS, st.integers(0, 60), st.integers(1, 600), st.data())
 def test_pieces_cover_each_token_of_each_layer_once_and_none_is_too_large(shape, chunks, first, target, data):
     plan = PiecePlan(shape, target, first)

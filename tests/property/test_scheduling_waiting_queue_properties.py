@@ -1,5 +1,6 @@
 """The waiting queue against a sorted list, and the promise that nobody starves."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ def test_the_order_is_that_of_a_sort(entries, now):
     assert queue.pop(now) is None
 
 
+@pytest.mark.rule(17)
 @given(st.integers(2, 5), st.integers(1, 3), st.floats(0.25, 3.0))
 def test_a_flood_of_the_best_class_starves_nobody(priority, per_tick, tick_s):
     """One pop a tick, at least one new class 1 entry a tick: the old one leaves within the bound."""

@@ -1,11 +1,11 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic replacement of files."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put `data` in the place of what the file holds; whoever stops in the middle leaves the old content."""
+    """Replace the content of a file with `data`. An interrupted call leaves the old content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
     fresh.write_bytes(data)

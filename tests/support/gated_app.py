@@ -1,7 +1,8 @@
-"""An ASGI application for real gunicorn workers: it says who answers, starts only when it may, and notes signals.
+"""An ASGI application for real gunicorn workers: it answers with its process id, starts when a gate opens, and records
+signals.
 
-In the directory that `GATED_DIR` names: a worker that starts makes `starting-PID` and waits for `gate`; one that is
-told to leave makes `told-PID`.
+In the directory that `GATED_DIR` names: a starting worker makes `starting-PID` and waits for the file `gate`; a worker
+that gets SIGTERM makes `stopping-PID`.
 """
 
 import asyncio
@@ -10,18 +11,14 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from kvferry.router.http.exchange import (
-    AsgiSend,
-    Receive,
-    Scope,
-)
+from kvferry.router.http.exchange import AsgiSend, Receive, Scope
 from tests.support.eventually import POLL_S
 
 DIRECTORY = "GATED_DIR"
 
 
 async def app(scope: Scope, receive: Receive, send: AsgiSend) -> None:
-    """Answers everything with the worker's pid."""
+    """Answer every request with the worker's process id."""
     if scope["type"] == "lifespan":
         await _live(receive, send)
         return
@@ -37,11 +34,11 @@ async def _live(receive: Receive, send: AsgiSend) -> None:
     server = signal.getsignal(signal.SIGTERM)
     assert callable(server)
 
-    def told(number: int, frame: FrameType | None) -> None:
-        (directory / f"told-{os.getpid()}").touch()
+    def record_stop(number: int, frame: FrameType | None) -> None:
+        (directory / f"stopping-{os.getpid()}").touch()
         server(number, frame)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, record_stop)
     (directory / f"starting-{os.getpid()}").touch()
     while not (directory / "gate").exists():
         await asyncio.sleep(POLL_S)

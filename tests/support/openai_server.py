@@ -1,4 +1,4 @@
-"""A small OpenAI-style completions server, falcon under uvicorn, that streams as different peers do."""
+"""A small OpenAI-style completions server, falcon under uvicorn, that streams like different servers."""
 
 import asyncio
 import contextlib
@@ -15,22 +15,22 @@ from falcon.asgi import App, Request, Response
 
 @dataclass
 class Peer:
-    """How the server behaves, and what it was asked."""
+    """Behaviour of the server, and the requests that it got."""
 
     pieces: tuple[int, ...] = (1, 1, 1, 1)
-    """How many tokens each event has, in turn and again from the start."""
+    """Number of tokens of each event; repeats from the start."""
     gives: str = "usage"
-    """`ids`: token_ids in every event; `running`: a running count; `usage`: a count in the end; `text`: nothing."""
+    """`ids`: token_ids in every event; `running`: a running count; `usage`: a count at the end; `text`: no count."""
     refuses: tuple[str, ...] = ()
-    """Fields that it answers with 422."""
+    """Fields that it rejects with 422."""
     pause_s: float = 0.0
-    """Before each event."""
+    """Wait before each event."""
     breaks_after: int | None = None
-    """Events after which the connection is dropped."""
+    """Number of events after which it drops the connection."""
     fails_from: int | None = None
-    """Requests from this one on are answered with 503."""
-    says_unavailable: bool = False
-    """Another server's answer: 503 to what is asked of a model."""
+    """Index of the first request that it answers with 503."""
+    is_unavailable: bool = False
+    """Answers 503 for the model's configuration."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -77,15 +77,15 @@ class _Completions:
 
 class _Unavailable:
     async def on_get(self, req: Request, resp: Response) -> None:
-        resp.status, resp.media = 503, {"error": "no node has told of itself yet"}
+        resp.status, resp.media = 503, {"error": "no node has registered yet"}
 
 
 @contextlib.contextmanager
 def openai_server(peer: Peer) -> Iterator[Peer]:
-    """The server in a thread of its own; sets `peer.url`."""
+    """Run the server in its own thread; sets `peer.url`."""
     app = App()
     app.add_route("/v1/completions", _Completions(peer))
-    if peer.says_unavailable:
+    if peer.is_unavailable:
         app.add_route("/v2/models/m/config", _Unavailable())
     config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)

@@ -1,4 +1,4 @@
-"""Looks at other processes, which may end while they are looked at, and stops them for a while."""
+"""Inspects other processes, which may exit meanwhile, and suspends them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,7 +7,7 @@ import psutil
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Whether it runs no more; it may still be there for its parent to ask how it ended."""
+    """Whether it has exited; it may still be a zombie."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -16,7 +16,7 @@ def has_ended(process: psutil.Process) -> bool:
 
 @contextmanager
 def suspended(*processes: psutil.Process) -> Iterator[None]:
-    """They do nothing meanwhile. Some may be killed."""
+    """Suspend them inside the context. They may be killed meanwhile."""
     for process in processes:
         process.suspend()
     try:
@@ -28,10 +28,10 @@ def suspended(*processes: psutil.Process) -> Iterator[None]:
 
 
 def peers(process: psutil.Process) -> set[tuple[str, int]]:
-    """The other ends of its TCP connections."""
+    """Remote addresses of its TCP connections."""
     return {(found.raddr.ip, found.raddr.port) for found in process.net_connections("tcp") if found.raddr}
 
 
 def num_listening(process: psutil.Process) -> int:
-    """Descriptors of listening TCP sockets, those from its parents that it does not use among them."""
+    """Number of its descriptors of listening TCP sockets, including inherited ones that it does not use."""
     return sum(found.status == psutil.CONN_LISTEN for found in process.net_connections("tcp"))

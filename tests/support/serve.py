@@ -1,6 +1,6 @@
-"""A cluster of real processes: `kvferry serve` as a user starts it, what it is made of, and how it is stopped.
+"""A cluster of real processes: starts and stops `kvferry serve` as a user does, and finds its processes.
 
-Everything that it may leave behind is made to land in one directory of its own, which must be empty at the end.
+All files of a cluster are in one directory of its own, which must be empty at the end.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from tests.support.eventually import PATIENCE_S
 from tests.support.processes import suspended
 
 START_S = 120.0
-"""Until `ready`: importing torch twice on a busy machine takes its time."""
+"""Deadline of `ready`: importing torch twice on a busy machine is slow."""
 STOP_S = 90.0
 POLL_S = 0.02
 _SHM = Path("/dev/shm")
@@ -36,20 +36,25 @@ _NODE = re.compile(r'(?:prefill|decode|colocated)\.name="([^"]+)"')
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How the cluster is started."""
+    """How to start the cluster."""
 
     model: Path
     prefill: int = 1
     decode: int = 1
     workers: int = 2
     settings: Mapping[str, object] = field(default_factory=dict)
-    """`--set` keys and values, over those of `arguments`."""
+    """Keys and values of `--set`; they override those of `arguments`."""
     program: tuple[str, ...] = ("kvferry.ops.cli.main",)
-    """The module that is run, and words before those of `arguments`."""
+    """The module to run, and arguments in front of `arguments`."""
     colocated: int = 0
+    interpreter: tuple[str, ...] = (sys.executable, "-m")
+    """Command that runs `program`; empty if that is an executable file."""
+    cwd: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment of this process."""
 
     def arguments(self) -> list[str]:
-        """The command line behind `kvferry`."""
+        """Arguments of `kvferry`."""
         settings: dict[str, object] = {
             "node.max_model_len": 2560,
             "node.kv_cache_bytes": 32 << 20,
@@ -65,20 +70,26 @@ class ServeOptions:
 
 
 class Served:
-    """A running cluster. Made by `serving` or `start`; `stop` checks that nothing is left."""
+    """A running cluster, made by `serving`. `stop` checks that it leaves nothing behind."""
 
     def __init__(self, options: ServeOptions) -> None:
         self.options = options
-        # Short, since the paths of ipc endpoints are bounded; everything of the cluster lands below it.
+        # A short path, since the length of ipc endpoints is bounded.
         self.base = Path(tempfile.mkdtemp(prefix="kvf-e2e-"))
         self._log_file = (self.base / "log").open("wb")
         (self.base / "run").mkdir(mode=0o700)
         (self.base / "tmp").mkdir(mode=0o700)
         self._shm_before = _shm_entries()
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.base / "run"), "TMPDIR": str(self.base / "tmp")}
+        environment = {
+            **os.environ,
+            **options.environment,
+            "XDG_RUNTIME_DIR": str(self.base / "run"),
+            "TMPDIR": str(self.base / "tmp"),
+        }
         self.process = subprocess.Popen(
-            # Whatever becomes of this process, the cluster does not stay behind.
-            with_death_signal(signal.SIGTERM, (sys.executable, "-m", *options.program, *options.arguments())),
+            # The cluster stops when this process dies.
+            with_death_signal(signal.SIGTERM, (*options.interpreter, *options.program, *options.arguments())),
+            cwd=options.cwd,
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             env=environment,
@@ -87,11 +98,11 @@ class Served:
         self.url = ""
         self.model = ""
 
-    # -- what it is
+    # -- addresses and processes
 
     @property
     def port(self) -> int:
-        """Where HTTP is served."""
+        """Port of the HTTP server."""
         return int(self.url.rpartition(":")[2])
 
     @property
@@ -106,17 +117,17 @@ class Served:
         return path
 
     def members_endpoint(self) -> str:
-        """Where router workers hear of the nodes."""
+        """Endpoint at which router workers discover the nodes."""
         config = tomllib.loads((self.run_dir / "cluster.toml").read_text())
         endpoint: str = config["discovery"]["proxy_workers"]
         return endpoint
 
     def log(self) -> str:
-        """Everything that the cluster wrote to stderr so far."""
+        """Stderr of the cluster so far."""
         return (self.base / "log").read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of this cluster, orphans too: they carry its directory in their environment."""
+        """All processes of this cluster, orphans too: its directory is in their environment."""
         return [process for process in psutil.process_iter() if _environment(process).get("TMPDIR") == self._mark]
 
     def children(self) -> dict[str, psutil.Process]:
@@ -134,45 +145,44 @@ class Served:
         return router.children() if router is not None else []
 
     def node(self, name: str) -> psutil.Process:
-        """One node's process."""
         return self.children()[name]
 
     @contextlib.contextmanager
     def only_worker(self, worker: psutil.Process) -> Iterator[None]:
-        """Stop the other workers meanwhile, so that this one takes every new connection.
+        """Suspend the other workers inside the context, so that this one accepts every new connection.
 
-        Which worker takes a connection is the kernel's choice, and on an idle machine it is mostly the same one.
+        The kernel chooses which worker accepts; on an idle machine it mostly chooses the same one.
         """
         with suspended(*(other for other in self.workers() if other.pid != worker.pid)):
             yield
 
-    # -- life
+    # -- start and stop
 
     def wait_ready(self) -> None:
-        """Read the `ready` line; AssertionError with the log when it does not come."""
+        """Read the `ready` line. Raises AssertionError with the log if it does not come."""
         words = self._first_line(START_S).split()
         assert len(words) == 3, f"no ready line but {words}; the log:\n{self.log()}"
         assert words[0] == "ready", words
         self.url, self.model = words[1], words[2].removeprefix("model=")
 
     def stop(self, number: int = signal.SIGINT, *, code: int = 0) -> None:
-        """Stop it, and check the exit code and that nothing is left of it."""
+        """Stop it, and check its exit code and that it leaves nothing behind."""
         self.process.send_signal(number)
         self.ended(code)
 
     def ended(self, code: int = 0) -> None:
-        """It ends now with this code: no process, run directory, temporary file or shared memory is left of it."""
+        """Wait for its exit with this code; it must leave no process, run directory, temporary file, shared memory."""
         assert self.process.wait(STOP_S) == code, self.log()
         left = [(process.pid, process.cmdline()) for process in self.processes()]
         assert left == [], left
         assert sorted((self.base / "run").iterdir()) == []
         assert sorted((self.base / "tmp").iterdir()) == []
-        wait_until(lambda: _shm_entries() <= self._shm_before, "shared memory is given back")
+        wait_until(lambda: _shm_entries() <= self._shm_before, "shared memory is released")
         if self.url:
             assert_port_is_free(self.port)
 
     def close(self) -> None:
-        """Whatever happened: no process and no file stays."""
+        """Kill all its processes and remove its files, also after a failure."""
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -189,17 +199,17 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=120.0, trust_env=False)
 
     def is_ready(self) -> bool:
-        """Whether a request would be served now."""
+        """Whether the router reports that it can serve a request."""
         try:
             return httpx.get(f"{self.url}/v2/health/ready", trust_env=False, timeout=10.0).status_code == 200
         except httpx.TransportError:
             return False
 
     def metrics(self) -> dict[str, float]:
-        """The samples of /metrics that have no label but the model."""
+        """The samples of /metrics whose only label is the model."""
         return parse_metrics(httpx.get(f"{self.url}/metrics", trust_env=False, timeout=30.0).text)
 
-    # -- own parts
+    # -- private
 
     @property
     def _mark(self) -> str:
@@ -213,7 +223,7 @@ class Served:
 
 @contextlib.contextmanager
 def serving(options: ServeOptions) -> Iterator[Served]:
-    """A ready cluster; stopped by SIGINT and checked at the end, unless it ended in the test."""
+    """A ready cluster. Stopped by SIGINT and checked at the end, unless the test has ended it."""
     served = Served(options)
     try:
         served.wait_ready()
@@ -225,7 +235,7 @@ def serving(options: ServeOptions) -> Iterator[Served]:
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:
-    """Return as soon as the condition holds; AssertionError naming `what` when the deadline passes first."""
+    """Return when the condition holds. Raises AssertionError with `what` after the deadline."""
     until = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < until, f"did not happen within {deadline_s} s: {what}"
@@ -233,13 +243,13 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = PAT
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Name -> value of the samples that have the label model_name alone."""
+    """Name -> value of the samples whose only label is model_name."""
     found = re.findall(r'^(\w+)\{model_name="[^"]*"\} (\S+)$', text, re.MULTILINE)
     return {name: float(value) for name, value in found}
 
 
 def assert_port_is_free(port: int) -> None:
-    """A server could listen there at once."""
+    """Assert that a server could listen on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
@@ -262,5 +272,5 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _shm_entries() -> set[str]:
-    """Without semaphores: a cluster has none, and other processes of the machine come and go."""
+    """Entries of /dev/shm without semaphores: a cluster has none, those of other processes come and go."""
     return {name for name in os.listdir(_SHM) if not name.startswith("sem.")} if _SHM.is_dir() else set()

@@ -1,8 +1,7 @@
-"""One peer in a process of its own, so that its memory and threads are its own.
+"""Measures one peer in its own process, so that its memory and threads are separate.
 
-Run as `python -m kvferry.ops.bench.peers.child`.
-
-Imports nothing of this project but `ops.bench.peers`, and that imports nothing but the standard library and the peer.
+Run by `ops.bench.peers.run`, in the peer's interpreter: must import nothing of this project except
+`ops.bench.peers.spec` and the peer's module, which may import only the standard library and the peer's packages.
 """
 
 import argparse
@@ -16,26 +15,20 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from kvferry.ops.bench.peers.spec import (
-    LoadPeer,
-    Peer,
-    PeerTask,
-    PeerTimes,
-    rss_mb,
-)
+from kvferry.ops.bench.peers.spec import LoadPeer, Peer, PeerTask, PeerTimes, rss_mb
 
 PACKAGES = {"transformers": "transformers", "openvino": "openvino_genai", "llamacpp": "xllamacpp"}
-"""Peers by name, and the package that each is."""
+"""Peer -> the package to import."""
 
 
 def main() -> int:
-    """Say which peers this interpreter has, or measure one."""
+    """Print the peers that this interpreter has, or measure one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--find", action="store_true", help="print the names of the peers that are installed")
     parser.add_argument("--peer", choices=tuple(PACKAGES))
     parser.add_argument("--task", help="a PeerTask as JSON")
-    parser.add_argument("--started", type=float, help="when this process was started, by time.time()")
-    parser.add_argument("--out", type=Path, help="where the result goes; peers write to stdout what they like")
+    parser.add_argument("--started", type=float, help="time.time() at the start of this process")
+    parser.add_argument("--out", type=Path, help="file for the result, since peers write to stdout")
     args = parser.parse_args()
     if args.find:
         found = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is not None]
@@ -43,15 +36,15 @@ def main() -> int:
         return 0
     try:
         load: LoadPeer = import_module(f"kvferry.ops.bench.peers.{args.peer}_peer").load
-        result = asdict(measure(load, PeerTask.from_json(args.task), args.started))
-    except Exception as error:  # noqa: BLE001 - whatever a peer raises is the reason why it has no figures
+        result = asdict(measure_cases(load, PeerTask.from_json(args.task), args.started))
+    except Exception as error:  # noqa: BLE001 - reported as the reason why the peer has no figures
         result = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
     args.out.write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 
-def measure(load: LoadPeer, task: PeerTask, started: float) -> PeerTimes:
-    """All cases, each after one that is not counted."""
+def measure_cases(load: LoadPeer, task: PeerTask, started: float) -> PeerTimes:
+    """Load the peer and measure all cases, each after a warm-up."""
     peer = load(task)
     ready_s = time.time() - started
     prompts = _Prompts(task)
@@ -61,7 +54,7 @@ def measure(load: LoadPeer, task: PeerTask, started: float) -> PeerTimes:
 
 
 class _Prompts:
-    """Random prompts, none like another."""
+    """Random prompts, all different, so that no prefix cache helps."""
 
     def __init__(self, task: PeerTask) -> None:
         self._draw = random.Random(task.seed)

@@ -1,4 +1,4 @@
-"""Ours beside the best peer, row by row, with what ours is meant to reach. Pure."""
+"""Compares kvferry with the best peer, row by row, and with its target. Pure."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,23 +8,23 @@ from kvferry.ops.bench.report import EngineReport, PeerReport, Rate
 
 PREFILL_FACTOR = 1.05
 DECODE_FACTORS = {"1": 0.95, "8": 1.1, "32": 1.15}
-"""Of the best peer's rate, by sequences at once; one of 1 for others."""
+"""Target as a factor of the best peer's rate, by number of sequences; 1 for other numbers."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure. None where no peer has it."""
+    """One figure; None in the fields of the peer if no peer has it."""
 
     row: str
     ours: float
     best_peer: float | None
     peer: str
-    """Whose it is."""
+    """Name of the best peer."""
     target: float | None
     met: bool | None
 
 
-def compare(report: EngineReport) -> list[Row]:
-    """Rates, where more is better, then the time until a model is loaded and memory, where less is."""
+def compare_with_peers(report: EngineReport) -> list[Row]:
+    """Rates (higher is better), then the time to load the model and memory (lower is better)."""
     peers = [peer for peer in report.peers or () if not peer.error]
     rows = [
         _row(f"{kind} {size}, tokens/s", rate.tok_s, _rates(peers, kind, size), factor, most=True)
@@ -40,7 +40,7 @@ def compare(report: EngineReport) -> list[Row]:
 
 
 def comparison_table(report: EngineReport, rows: Sequence[Row]) -> Iterator[str]:
-    """Lines for people."""
+    """The comparison as lines of text."""
     yield f"{'':<22}{'ours':>10}{'best peer':>12}  {'':<14}{'target':>10}  met"
     for row in rows:
         if row.best_peer is None or row.target is None:

@@ -1,4 +1,4 @@
-"""A GGUF file again with all its matrices in one plain type, for peers that would compute in the quantised one."""
+"""Copies a GGUF file with all matrices in one plain type, for peers that would compute with quantized weights."""
 
 from pathlib import Path
 
@@ -10,17 +10,17 @@ FILE_TYPES = {
     "BF16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
     "F32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
 }
-_WRITTEN_ANEW = ("general.architecture", "general.file_type")
+_REPLACED_KEYS = ("general.architecture", "general.file_type")
 
 
 def copy_gguf(source: Path, target: Path, kind: str) -> None:
-    """`kind`: F16, BF16 or F32. Vectors become float32; metadata stays. Takes some seconds for 10^8 weights."""
+    """`kind`: F16, BF16 or F32. Vectors become float32; metadata is kept. Takes some seconds for 10^8 weights."""
     quantization, file_type = FILE_TYPES[kind]
     reader = GGUFReader(source)
     writer = GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
     writer.add_file_type(file_type)
     for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name in _WRITTEN_ANEW:
+        if name.startswith("GGUF.") or name in _REPLACED_KEYS:
             continue
         is_array = field.types[0] == GGUFValueType.ARRAY
         writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if is_array else None)

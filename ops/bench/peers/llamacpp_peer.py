@@ -1,4 +1,4 @@
-"""llama.cpp's server in this process, through the package `xllamacpp`, by the times that it takes itself."""
+"""llama.cpp's server in this process, through the package `xllamacpp`. The times are those that the server reports."""
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +8,13 @@ import xllamacpp
 from kvferry.ops.bench.peers.spec import PeerTask
 
 _MS = 1000.0
-_SPARE = 32
+_MARGIN_TOKENS = 32
 _BATCH = 2048
-"""Its own default: tokens that are given to the model at a time."""
+"""llama.cpp's default batch size, in tokens."""
 
 
 class LlamaCppPeer:
-    """Implements Peer. One server at a time: the number of sequences is fixed when it is started."""
+    """Implements Peer. Runs one server at a time: the number of sequences is fixed at its start."""
 
     version = xllamacpp.__version__
 
@@ -25,12 +25,12 @@ class LlamaCppPeer:
         self._start(1, task.prompt_room)
 
     def prompt(self, tokens: list[int]) -> float:
-        """Its own time of the prompt."""
+        """The server's own time of the prompt."""
         self._start(1, self._task.prompt_room)
         return float(self._complete(tokens, 1)["prompt_ms"]) / _MS
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
-        """The prompts twice: the second time they are cached, so that all sequences decode together from the start."""
+        """Send the prompts twice: the second time they are cached, so all sequences decode together from the start."""
         self._start(len(prompts), self._task.decode_room)
         with ThreadPoolExecutor(len(prompts)) as pool:
             list(pool.map(lambda prompt: self._complete(prompt, 1), prompts))
@@ -53,7 +53,7 @@ class LlamaCppPeer:
         task, params = self._task, xllamacpp.CommonParams()
         params.model.path = task.model
         params.n_parallel = slots
-        params.n_ctx = slots * (room + _SPARE)
+        params.n_ctx = slots * (room + _MARGIN_TOKENS)
         params.n_batch = max(_BATCH, room)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
         params.cache_ram_mib = 0
@@ -61,5 +61,5 @@ class LlamaCppPeer:
 
 
 def load(task: PeerTask) -> LlamaCppPeer:
-    """RuntimeError for what it cannot read."""
+    """Raises RuntimeError if it cannot read the model."""
     return LlamaCppPeer(task)

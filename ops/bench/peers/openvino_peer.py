@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous-batching pipeline, step by step. Takes GGUF files with 16-bit weights."""
+"""OpenVINO GenAI's continuous-batching pipeline, step by step. Reads GGUF files with 16-bit weights."""
 
 import statistics
 import time
@@ -23,18 +23,18 @@ class OpenVinoPeer:
         self._ids = count()
 
     def prompt(self, tokens: list[int]) -> float:
-        """Until the request has ended with its one token."""
+        """Seconds until a request of one token has ended."""
         start = time.perf_counter()
-        # A request whose handle is dropped is dropped itself.
+        # Dropping the handle would cancel the request.
         handle = self._add(tokens, 1)
         self._finish()
         seconds = time.perf_counter() - start
         if not handle.can_read():
-            raise RuntimeError("OpenVINO gave no token for a prompt")
+            raise RuntimeError("OpenVINO returned no token for a prompt")
         return seconds
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
-        """Timed from when all prompts are computed; a step before those may still have had one."""
+        """Timed after all prompts have been computed: earlier steps may include one."""
         handles = [self._add(prompt, 2 * steps + len(prompts)) for prompt in prompts]
         waiting = set(range(len(handles)))
         while waiting:
@@ -63,10 +63,10 @@ def _blocks(tokens: int) -> int:
 
 
 def load(task: PeerTask) -> OpenVinoPeer:
-    """RuntimeError for what it cannot read."""
+    """Raises RuntimeError if it cannot read the model."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
-    # A whole prompt in one step, as in the other measurements.
+    # A whole prompt in one step, as in the other engines' measurements.
     scheduler.max_num_batched_tokens = _MOST_TOKENS
     sequences = max([*task.batches, 0])
     scheduler.num_kv_blocks = max(_blocks(task.prompt_room), sequences * _blocks(task.decode_room)) + 1

@@ -1,4 +1,4 @@
-"""Runs every peer that is installed on the same cases, each in a process of its own, and says why one could not."""
+"""Runs the installed peers on the same cases, each in its own process, and reports why a peer could not run."""
 
 import json
 import os
@@ -15,10 +15,7 @@ from kvferry.common.base.errors import ConfigError
 from kvferry.common.base.python_command import python_command
 from kvferry.ops.bench.peers.child import PACKAGES
 from kvferry.ops.bench.peers.gguf_copy import copy_gguf
-from kvferry.ops.bench.peers.spec import (
-    PeerTask,
-    PeerTimes,
-)
+from kvferry.ops.bench.peers.spec import PeerTask, PeerTimes
 
 _FIND_S = 60.0
 _MEASURE_S = 1800.0
@@ -26,14 +23,14 @@ _LONGEST_REASON = 300
 _GGUF_KINDS = {
     ("llamacpp", "bfloat16"): "BF16",
     ("llamacpp", "float32"): "F32",
-    # Its reader knows no bfloat16 weights; it computes in bfloat16 all the same.
+    # Its reader does not support bfloat16 weights; it computes in bfloat16 nevertheless.
     ("openvino", "bfloat16"): "F16",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOutcome:
-    """What came of one peer: times, or why there are none."""
+    """A peer's times, or the reason why there are none."""
 
     name: str
     times: PeerTimes | None
@@ -41,7 +38,7 @@ class PeerOutcome:
 
 
 def installed(pythons: Sequence[str]) -> dict[str, str]:
-    """Peers by name, and the first of these interpreters that has each. ConfigError for one that does not run."""
+    """Peer -> the first of these interpreters that has it. Raises ConfigError for an interpreter that does not run."""
     found: dict[str, str] = {}
     for python in pythons:
         try:
@@ -50,13 +47,13 @@ def installed(pythons: Sequence[str]) -> dict[str, str]:
         except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
             names = None
         if names is None:
-            raise ConfigError(f"--peer-python: {python} is no Python that runs here")
+            raise ConfigError(f"--peer-python: {python} is not a Python interpreter that runs here")
         found = dict.fromkeys(names, python) | found
     return found
 
 
 def measure_peers(task: PeerTask, found: Mapping[str, str], progress: bool) -> list[PeerOutcome]:
-    """Every known peer, in a fixed order, by the interpreter that has it; those that are not installed say so."""
+    """Measure every known peer, in a fixed order, with the interpreter that has it."""
     outcomes = []
     with (
         tempfile.TemporaryDirectory(prefix="kvferry-peers-") as work,
@@ -72,7 +69,7 @@ def measure_peers(task: PeerTask, found: Mapping[str, str], progress: bool) -> l
 
 
 def measure_peer(name: str, python: str, task: PeerTask, work: Path) -> PeerOutcome:
-    """One peer. `work`: for copies of the model in the types that peers want."""
+    """Measure one peer. `work`: directory for copies of the model in the types that peers need."""
     try:
         own = _with_own_weights(name, task, work)
     except ConfigError as error:
@@ -82,7 +79,7 @@ def measure_peer(name: str, python: str, task: PeerTask, work: Path) -> PeerOutc
     try:
         done = _run(python, words, _MEASURE_S, task.threads)
     except subprocess.TimeoutExpired:
-        return PeerOutcome(name, None, f"not done after {_MEASURE_S:g} s")
+        return PeerOutcome(name, None, f"not finished after {_MEASURE_S:g} s")
     if not out.exists():
         return PeerOutcome(name, None, _reason(done))
     result = json.loads(out.read_text(encoding="utf-8"))
@@ -92,15 +89,15 @@ def measure_peer(name: str, python: str, task: PeerTask, work: Path) -> PeerOutc
 
 
 def _with_own_weights(name: str, task: PeerTask, work: Path) -> PeerTask:
-    """The same weights in a form that the peer takes and does not compute in another precision for."""
+    """The task with the weights in a form that the peer reads and computes with in the task's precision."""
     if name == "transformers":
         return task
     kind = _GGUF_KINDS.get((name, task.dtype))
     if kind is None:
-        raise ConfigError(f"not in {task.dtype}")
+        raise ConfigError(f"does not support {task.dtype}")
     source = Path(task.model)
     if source.is_dir():
-        raise ConfigError("takes GGUF files alone: give one as --model")
+        raise ConfigError("reads only GGUF files; name one with --model")
     target = work / f"model-{kind}.gguf"
     if not target.exists():
         copy_gguf(source, target, kind)
@@ -116,5 +113,5 @@ def _run(python: str, words: Sequence[str], timeout_s: float, threads: int = 1) 
 def _reason(done: "subprocess.CompletedProcess[str]") -> str:
     lines = done.stderr.strip().splitlines()
     if done.returncode < 0:
-        return f"ended by signal {-done.returncode}"
+        return f"killed by signal {-done.returncode}"
     return lines[-1][:_LONGEST_REASON] if lines else f"exit code {done.returncode}"

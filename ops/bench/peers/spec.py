@@ -1,4 +1,4 @@
-"""What a peer's process is told and what it tells back. Standard library only: it runs in the peer's interpreter."""
+"""Input and output of a peer's process. May import the standard library only: it runs in the peer's interpreter."""
 
 import json
 from collections.abc import Callable
@@ -10,12 +10,12 @@ _KIB = 1024
 
 @dataclass(frozen=True)
 class PeerTask:
-    """The cases to be measured, the same for every peer."""
+    """The cases to measure, the same for every peer."""
 
     model: str
     """A HuggingFace directory or a GGUF file."""
     dtype: str
-    """bfloat16 or float32, of weights and computing."""
+    """bfloat16 or float32, for weights and computation."""
     threads: int
     prompts: list[int]
     batches: list[int]
@@ -26,22 +26,22 @@ class PeerTask:
     seed: int = 1
 
     def to_json(self) -> str:
-        """For the command line."""
+        """The task as JSON, for the command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "PeerTask":
-        """What `to_json` gave."""
+        """Inverse of `to_json`."""
         return cls(**json.loads(text))
 
     @property
     def prompt_room(self) -> int:
-        """Tokens that the longest prompt and its one token take."""
+        """Tokens of the longest prompt and its one output token."""
         return max([*self.prompts, 0]) + 1
 
     @property
     def decode_room(self) -> int:
-        """Tokens that a sequence of the decode cases takes, with room for steps that are not timed."""
+        """Tokens of a sequence in the decode cases, with steps that are not timed."""
         return self.context + 2 * self.decode_steps + max([*self.batches, 0])
 
 
@@ -51,16 +51,16 @@ class PeerTimes:
 
     version: str
     ready_s: float
-    """From the start of the process until the model was loaded."""
+    """Seconds from the start of the process until the model was loaded."""
     rss_mb: int
     prefill: dict[str, float]
-    """Of a whole prompt to its first token, by the prompt's length."""
+    """Prompt length -> time of a whole prompt to its first token."""
     decode: dict[str, float]
-    """Of a step that gives each sequence one token, by the number of sequences."""
+    """Number of sequences -> time of a step that gives each sequence one token."""
 
 
 class Peer(Protocol):
-    """One peer, loaded."""
+    """A loaded peer."""
 
     version: str
 
@@ -69,16 +69,16 @@ class Peer(Protocol):
         ...
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
-        """Median seconds of a step of all these sequences at once, after their prompts."""
+        """Median seconds of a step of all these sequences together, after their prompts."""
         ...
 
 
 LoadPeer = Callable[[PeerTask], Peer]
-"""What each peer's module has as `load`."""
+"""Type of `load` in each peer's module."""
 
 
 def rss_mb() -> int:
-    """Of this process now, in 10^6 bytes."""
+    """Resident memory of this process now, in 10^6 bytes."""
     with open("/proc/self/status", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file if ":" in line)
     return round(int(fields["VmRSS"].split()[0]) * _KIB / 1e6)

@@ -1,4 +1,4 @@
-"""HuggingFace transformers, eager, with its own cache: the forward pass and an arg-max, as its `generate` does them."""
+"""HuggingFace transformers, eager, with its own cache: forward pass and arg-max, as in its `generate`."""
 
 import os
 import statistics
@@ -21,13 +21,13 @@ class TransformersPeer:
         self._model = model
 
     def prompt(self, tokens: list[int]) -> float:
-        """The whole prompt in one pass, the last position's logits alone."""
+        """The whole prompt in one pass, with logits of the last position only."""
         start = time.perf_counter()
         self._step(torch.tensor([tokens]), DynamicCache())
         return time.perf_counter() - start
 
     def decode(self, prompts: list[list[int]], steps: int) -> float:
-        """All sequences are equally long, so nothing is padded."""
+        """All sequences have the same length, so there is no padding."""
         cache = DynamicCache()
         last = self._step(torch.tensor(prompts), cache)
         times = []
@@ -45,11 +45,11 @@ class TransformersPeer:
 
 
 def load(task: PeerTask) -> TransformersPeer:
-    """From a directory, or from a GGUF file by the library's own reader."""
+    """Load a directory, or a GGUF file with the library's own reader."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(task.threads)
     path = Path(task.model)
     directory, gguf = (path.parent, path.name) if path.is_file() else (path, None)
     model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf, dtype=getattr(torch, task.dtype))
-    # GGUF files come as float32 whatever is asked for.
+    # GGUF files are loaded as float32, whatever dtype is requested.
     return TransformersPeer(model.to(getattr(torch, task.dtype)).eval())

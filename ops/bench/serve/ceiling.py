@@ -1,8 +1,8 @@
-"""How many tokens a second the client of `kvferry bench serve` can take: `python -m kvferry.ops.bench.serve.ceiling`.
+"""Measures the highest token rate that the client of `kvferry bench serve` can receive.
 
-Another process streams ready-made events, one a token and each stream in turn; there is no model. The ceiling follows
-from the client's CPU time a token: 6 to 12 us on two busy cores of an AMD EPYC, so some 100,000 tokens a second. A run
-whose `client.cpu_share` is near 1 has met it, and its figures are the client's.
+Run as `python -m kvferry.ops.bench.serve.ceiling`. Another process streams prepared events, one per token and each
+stream in turn, without a model. The ceiling follows from the client's CPU time per token: 6 to 12 us on two busy cores
+of an AMD EPYC, so about 100,000 tokens per second. A run with a `client.cpu_share` near 1 is limited by the client.
 """
 
 import argparse
@@ -12,10 +12,7 @@ import sys
 
 from kvferry.common.base.python_command import python_command
 from kvferry.ops.bench.serve.load import RequestLoad
-from kvferry.ops.bench.serve.run import (
-    ServeBench,
-    measure,
-)
+from kvferry.ops.bench.serve.run import ServeBench, measure_server
 from kvferry.ops.cli.numbers import positive
 
 _TOKENS = 2000
@@ -25,8 +22,10 @@ _CONFIG = b'{"vocab_size": 1000}'
 
 def main() -> int:
     """Print one line for each number of streams."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=positive, nargs="+", default=[1, 32, 256])
+    parser = argparse.ArgumentParser(prog="python -m kvferry.ops.bench.serve.ceiling", description=__doc__)
+    parser.add_argument(
+        "--streams", type=positive, nargs="+", default=[1, 32, 256], help="numbers of streams (1 32 256)"
+    )
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.server:
@@ -39,11 +38,11 @@ def main() -> int:
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
             for streams in args.streams:
                 load = RequestLoad(2 * streams, 8, _TOKENS, streams, None, 1, 1000)
-                report = asyncio.run(measure(ServeBench(url, "m", "infer", load, 1, 600.0), lambda _: None))
+                report = asyncio.run(measure_server(ServeBench(url, "m", "infer", load, 1, 600.0), lambda _: None))
                 cpu_s = report.client.cpu_share * report.duration_s / report.output_tokens
                 sys.stdout.write(
-                    f"{streams:4d} streams: {cpu_s * 1e6:5.1f} us a token: at most {1 / cpu_s:7.0f} tokens/s; came "
-                    f"{report.output_tok_s:.0f}\n"
+                    f"{streams:4d} streams: {cpu_s * 1e6:5.1f} us per token: at most {1 / cpu_s:7.0f} tokens/s; "
+                    f"received {report.output_tok_s:.0f}\n"
                 )
         finally:
             server.terminate()
@@ -72,7 +71,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
             for event in events:
                 writer.write(event)
                 await writer.drain()
-                # The other streams' turn: one token a stream, as a server's step gives them.
+                # Switch to the other streams: one token per stream, as from a server's step.
                 await asyncio.sleep(0)
             writer.write(_chunk(last) + b"0\r\n\r\n")
     except (asyncio.IncompleteReadError, ConnectionError):

@@ -1,5 +1,8 @@
-"""One keep-alive HTTP/1.1 connection that notes when each piece of an answer came. An asyncio protocol, no streams:
-a piece is handed on in the very call in which the loop read it, with one reading of the monotonic clock."""
+"""A keep-alive HTTP/1.1 connection that records when each part of an answer arrived.
+
+An asyncio protocol without streams: each part is passed on in the call in which the loop read it, with one reading of
+the monotonic clock.
+"""
 
 import asyncio
 import ssl
@@ -10,15 +13,15 @@ from kvferry.ops.bench.serve.response import MalformedAnswerError, ResponseReade
 from kvferry.ops.cli.target import Target
 
 OnBody = Callable[[float, bytes], None]
-"""Called with seconds of the monotonic clock and the bytes of the body that came then."""
+"""Called with the time of arrival (monotonic clock, seconds) and bytes of the body."""
 
 
 class CutOffError(Exception):
-    """The connection ended before the answer did."""
+    """The connection closed before the answer was complete."""
 
 
 class HttpConnection(asyncio.Protocol):
-    """Sends one request at a time. Use `open`; `close` it in the end."""
+    """Sends one request at a time. Made by `open`; the caller must `close` it."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -30,7 +33,7 @@ class HttpConnection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, target: Target) -> "HttpConnection":
-        """OSError when nobody listens."""
+        """Connect. Raises OSError if that fails."""
         context = ssl.create_default_context() if target.tls else None
         _, connection = await asyncio.get_running_loop().create_connection(
             lambda: cls(target), target.host, target.port, ssl=context
@@ -38,18 +41,18 @@ class HttpConnection(asyncio.Protocol):
         return connection
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether another request may be sent on it."""
+    def is_reusable(self) -> bool:
+        """Whether another request can be sent on it."""
         kept = self._reader is None or self._reader.keeps_connection
         return kept and not self._lost and self._transport is not None and not self._transport.is_closing()
 
     def close(self) -> None:
-        """Leave, whatever is under way."""
+        """Close immediately, also during an answer."""
         if self._transport is not None:
             self._transport.abort()
 
     async def ask(self, method: str, path: str, body: bytes, accept: str, on_body: OnBody) -> int:
-        """Send a request; returns its status when all of the answer came.
+        """Send a request; returns the status after the whole answer has arrived.
 
         Raises CutOffError and MalformedAnswerError.
         """
@@ -66,19 +69,17 @@ class HttpConnection(asyncio.Protocol):
         await self._done
         return self._reader.status
 
-    # -- what asyncio calls
+    # -- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready to send."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """A piece came."""
         now = time.monotonic()
         reader, done = self._reader, self._done
         if reader is None or done is None or done.done():
-            # Bytes that nobody asked for: the connection cannot be trusted any more.
+            # Bytes without a request: the connection is out of step.
             self.close()
             return
         try:
@@ -92,7 +93,6 @@ class HttpConnection(asyncio.Protocol):
             self._finish(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end, by whichever side."""
         self._lost = True
         whole = self._reader is not None and self._reader.end()
         self._finish(None if whole else CutOffError())

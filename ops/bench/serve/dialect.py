@@ -1,8 +1,8 @@
-"""The two token APIs that are measured, as pure translation: a prompt to a body, an event to what it brought.
+"""The two token APIs that can be measured: builds request bodies and reads events. Pure.
 
-How the tokens of an event are counted: by the ids in it where there are some; else by the server's own running count;
-else one for an event with text in it, which is too few where a server puts several tokens into one (`counted_by` says
-which it was, and the final count, where the server gives one, decides how many there were in all).
+The tokens of an event are counted by its token ids; without ids, by the server's running count; without that, as one
+per event with text, which is too few if a server sends several tokens in an event. `counted_by` records which. The
+server's final count, if any, is the total.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ CountedBy = Literal["ids", "usage", "events"]
 
 
 class EventError(Exception):
-    """An event that says that the request failed, or that is none of this API. `kind` is fit for counting."""
+    """An event reports a failure, or is not valid in this API. `kind` is a key for counting errors."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -27,7 +27,7 @@ class EventError(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """How far one stream is. The dialect keeps it up to date."""
+    """Progress of one stream, updated by the dialect."""
 
     tokens: int = 0
     total: int | None = None
@@ -47,7 +47,7 @@ class Dialect(Protocol):
         ...
 
     def read(self, data: bytes, progress: Progress) -> int:
-        """How many tokens an event brought; also updates `progress`. Raises EventError."""
+        """Number of tokens in an event; updates `progress`. Raises EventError."""
         ...
 
 
@@ -61,19 +61,19 @@ class InferDialect:
         self._timeout_s = timeout_s
 
     def body(self, prompt: Sequence[int], output_len: int) -> bytes:
-        """As the API has it; the server's own deadline is that of the benchmark."""
+        """A streamed, greedy request with the benchmark's timeout."""
         tensor = {"name": "input0", "shape": [1, len(prompt)], "datatype": "UINT32", "data": list(prompt)}
         parameters = {"max_new_tokens": output_len, "do_sample": False, "timeout": self._timeout_s}
         return orjson.dumps({"inputs": [tensor], "outputs": [{"name": "output0"}], "parameters": parameters})
 
     def read(self, data: bytes, progress: Progress) -> int:
-        """An index that is not the next one is an error: a token was lost or sent twice."""
+        """An index other than the next one is an error: a token was lost or repeated."""
         event = _object(data)
         if "error" in event:
             raise EventError("error_event", f"{event.get('error_type')}: {event['error']}")
         ids = event.get("token_ids")
         if not isinstance(ids, list):
-            raise EventError("garbage", f"an event without token_ids: {data[:80]!r}")
+            raise EventError("garbage", f"event without token_ids: {data[:80]!r}")
         if event.get("index") != progress.tokens:
             raise EventError("wrong_index", f"index {event.get('index')} after {pluralize(progress.tokens, 'token')}")
         progress.tokens += len(ids)
@@ -83,7 +83,7 @@ class InferDialect:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What an OpenAI-style server is asked beyond the plain request, so that tokens can be counted."""
+    """Fields for an OpenAI-style server beyond the plain request, to count tokens."""
 
     fields: Mapping[str, object]
 
@@ -98,7 +98,7 @@ EXTRAS = (
     Extras({"stream_options": {"include_usage": True}}),
     Extras({}),
 )
-"""From most to least; the first that a server does not refuse is used."""
+"""From most to fewest fields; the first that a server accepts is used."""
 
 
 class OpenAiDialect:
@@ -112,39 +112,37 @@ class OpenAiDialect:
         self._fields = dict(extras.fields) | ({"ignore_eos": True} if ignore_eos else {})
 
     def body(self, prompt: Sequence[int], output_len: int) -> bytes:
-        """Greedy."""
         fields: dict[str, object] = {"model": self._model, "prompt": list(prompt), "max_tokens": output_len}
         return orjson.dumps(fields | {"temperature": 0, "stream": True} | self._fields)
 
     def read(self, data: bytes, progress: Progress) -> int:
-        """`[DONE]` ends a stream."""
         if data == b"[DONE]":
             progress.finished = True
             return 0
         event = _object(data)
         if "error" in event:
             raise EventError("error_event", str(event["error"])[:200])
-        said = _completion_tokens(event)
-        progress.total = progress.total if said is None else said
+        running = _completion_tokens(event)
+        progress.total = progress.total if running is None else running
         choices = event.get("choices")
         if not isinstance(choices, list):
-            raise EventError("garbage", f"an event without choices: {data[:80]!r}")
+            raise EventError("garbage", f"event without choices: {data[:80]!r}")
         if not choices:
             return 0
-        new = self._count(choices[0], said, progress)
+        new = self._count(choices[0], running, progress)
         progress.tokens += new
         return new
 
     @staticmethod
-    def _count(choice: object, said: int | None, progress: Progress) -> int:
+    def _count(choice: object, running: int | None, progress: Progress) -> int:
         if not isinstance(choice, dict):
-            raise EventError("garbage", "a choice that is no object")
+            raise EventError("garbage", "choice is not an object")
         ids = choice.get("token_ids")
         if isinstance(ids, list):
             return len(ids)
-        if said is not None and progress.counted_by != "events":
+        if running is not None and progress.counted_by != "events":
             progress.counted_by = "usage"
-            return max(0, said - progress.tokens)
+            return max(0, running - progress.tokens)
         if not choice.get("text"):
             return 0
         progress.counted_by = "events"
@@ -157,7 +155,7 @@ def _object(data: bytes) -> dict[str, object]:
     except orjson.JSONDecodeError:
         event = None
     if not isinstance(event, dict):
-        raise EventError("garbage", f"not an event of a token stream: {data[:80]!r}")
+        raise EventError("garbage", f"expected an event of a token stream, got {data[:80]!r}")
     return event
 
 

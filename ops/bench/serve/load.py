@@ -1,6 +1,6 @@
-"""The load: prompts from a seed, and when each is sent. Closed loop (so many at once) or Poisson arrivals (open loop).
+"""The load: random prompts, sent in a closed loop (fixed concurrency) or an open loop (Poisson arrivals).
 
-An open loop does not wait for a slow server, and a request's times count from when it was due: waiting is not hidden.
+An open loop does not wait for a slow server, and a request's times start when it was due: waiting is not hidden.
 """
 
 import asyncio
@@ -15,40 +15,40 @@ OnEnd = Callable[[RequestOutcome], object]
 
 @dataclass(frozen=True, slots=True)
 class RequestLoad:
-    """What is asked for."""
+    """Number, sizes and arrivals of the requests."""
 
     requests: int
     input_len: int
     output_len: int
     concurrency: int | None
-    """So many at once, the next when one ends. None: `rate` holds."""
+    """Concurrent requests of a closed loop; None: an open loop with `rate`."""
     rate: float | None
-    """Requests a second, with exponentially distributed pauses."""
+    """Requests per second of an open loop, with exponentially distributed pauses."""
     seed: int
     vocab_size: int
 
 
 def prompts(load: RequestLoad, count: int, salt: str) -> list[list[int]]:
-    """Random ids below the vocabulary's size: the same for the same seed and salt, no two with a common beginning."""
-    draw = random.Random(f"{load.seed} {salt}")
-    return [[draw.randrange(load.vocab_size) for _ in range(load.input_len)] for _ in range(count)]
+    """Random token ids, reproducible by seed and salt. Prompts have no common prefix that a server could cache."""
+    source = random.Random(f"{load.seed} {salt}")
+    return [[source.randrange(load.vocab_size) for _ in range(load.input_len)] for _ in range(count)]
 
 
 def arrival_times(load: RequestLoad, count: int) -> list[float]:
-    """Seconds from the start at which each request of an open loop is due."""
+    """Times at which the requests of an open loop are due, in seconds from the start."""
     assert load.rate is not None
-    draw = random.Random(f"{load.seed} arrivals")
+    source = random.Random(f"{load.seed} arrivals")
     times, now = [], 0.0
     for _ in range(count):
         times.append(now)
-        now += draw.expovariate(load.rate)
+        now += source.expovariate(load.rate)
     return times
 
 
 async def run_load(
     requester: Requester, load: RequestLoad, bodies: Sequence[bytes], on_end: OnEnd
 ) -> list[RequestOutcome]:
-    """Send all bodies; outcomes in the order in which they ended."""
+    """Send all bodies; returns the outcomes in the order in which the requests ended."""
     outcomes: list[RequestOutcome] = []
 
     def ended(outcome: RequestOutcome) -> None:

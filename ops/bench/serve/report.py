@@ -1,6 +1,6 @@
-"""What `kvferry bench serve` found: figures out of outcomes, one JSON object or a table. Pure.
+"""The report of `kvferry bench serve`: computed from outcomes; a JSON object, or a table as text. Pure.
 
-The keys are described in `ops/docs/bench.md` and do not change their meaning.
+`ops/docs/bench.md` describes the keys; their meaning must not change.
 """
 
 import math
@@ -17,7 +17,7 @@ _MS = 1000.0
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of some times, in milliseconds."""
+    """Mean and percentiles of times, in milliseconds."""
 
     mean: float
     p50: float
@@ -27,16 +27,16 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class ClientCost(msgspec.Struct, frozen=True):
-    """Whether the client kept up."""
+    """Load of the client: whether it limited the measurement."""
 
     cpu_share: float
-    """Of one core, while requests were under way."""
+    """CPU time as a share of one core, while requests were in progress."""
     late_ms_max: float
-    """The longest that a request was sent behind its time."""
+    """Longest delay between a request's due time and its sending."""
 
 
 class ServeReport(msgspec.Struct, frozen=True):
-    """One run, warm-up left out. None where there is nothing to tell."""
+    """One run without its warm-up. A Spread is None if there are no such times."""
 
     url: str
     model: str
@@ -70,7 +70,7 @@ class ServeReport(msgspec.Struct, frozen=True):
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """What holds for the whole run."""
+    """Facts of the whole run."""
 
     url: str
     model: str
@@ -80,9 +80,9 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 def make_report(frame: Frame, load: RequestLoad, outcomes: Sequence[RequestOutcome]) -> ServeReport:
-    """Figures of at least one outcome. Only whole answers count for times and tokens."""
+    """The report of at least one outcome. Only complete answers count for times and tokens."""
     whole = [outcome for outcome in outcomes if not outcome.error]
-    # From the first that was due, not from a start that nobody waited at.
+    # From the first due time, when the first client starts to wait.
     duration = max(outcome.ended for outcome in outcomes) - min(outcome.due for outcome in outcomes)
     tokens = sum(outcome.tokens for outcome in whole)
     arrivals = sum(len(outcome.arrivals) for outcome in whole)
@@ -124,21 +124,21 @@ def make_report(frame: Frame, load: RequestLoad, outcomes: Sequence[RequestOutco
 
 
 def first_gap(outcome: RequestOutcome) -> float | None:
-    """Seconds from the first to the second token; None when they came together, so that nobody could see it."""
+    """Seconds from the first to the second token; None if they arrived together."""
     if len(outcome.arrivals) < 2 or outcome.arrivals[0][1] > 1:
         return None
     return outcome.arrivals[1][0] - outcome.arrivals[0][0]
 
 
 def token_gaps(outcome: RequestOutcome) -> Iterator[float]:
-    """Seconds before each token after those of the first arrival; of several that come together, the first waited."""
+    """Seconds before each token after the first arrival; of tokens that arrive together, all but one count 0."""
     for (before, _), (now, count) in zip(outcome.arrivals, outcome.arrivals[1:], strict=False):
         yield now - before
         yield from [0.0] * (count - 1)
 
 
 def mean_gap(outcome: RequestOutcome) -> float | None:
-    """Seconds a token after the first arrival's: the time between first and last arrival over what came in it."""
+    """Seconds per token (TPOT): time from first to last arrival, divided by the tokens after the first arrival."""
     if len(outcome.arrivals) < 2:
         return None
     later = outcome.tokens - outcome.arrivals[0][1]
@@ -146,7 +146,7 @@ def mean_gap(outcome: RequestOutcome) -> float | None:
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """In milliseconds; percentiles are values that were measured (nearest rank)."""
+    """Convert to milliseconds; percentiles by nearest rank, so they are measured values."""
     ordered = sorted(value * _MS for value in seconds)
     if not ordered:
         return None
@@ -154,12 +154,16 @@ def spread(seconds: Iterable[float]) -> Spread | None:
     return Spread(round(math.fsum(ordered) / len(ordered), 3), *(round(value, 3) for value in ranks))
 
 
-def table(report: ServeReport) -> Iterator[str]:
-    """Lines for people."""
-    how = f"{report.concurrency} at once" if report.concurrency is not None else f"{report.rate:g} requests/s, Poisson"
+def serve_table(report: ServeReport) -> Iterator[str]:
+    """The report as lines of text."""
+    how = (
+        f"concurrency {report.concurrency}"
+        if report.concurrency is not None
+        else f"{report.rate:g} requests/s, Poisson"
+    )
     sizes = f"{pluralize(report.input_len, 'token')} in, {report.output_len} out"
     yield f"{report.model} at {report.url} ({report.api}): {sizes}, {how}"
-    yield f"requests  {report.completed} whole, {report.failed} failed in {report.duration_s:.2f} s"
+    yield f"requests  {report.completed} completed, {report.failed} failed in {report.duration_s:.2f} s"
     for kind, count in report.errors.items():
         yield f"          {count} {kind}"
     if report.short:
@@ -170,7 +174,7 @@ def table(report: ServeReport) -> Iterator[str]:
         "first token": report.ttft_ms,
         "first to second": report.first_gap_ms,
         "between tokens": report.itl_ms,
-        "per token, a request": report.tpot_ms,
+        "per token of a request": report.tpot_ms,
         "whole request": report.e2e_ms,
     }
     for name, times in rows.items():
@@ -178,7 +182,7 @@ def table(report: ServeReport) -> Iterator[str]:
             values = (times.mean, times.p50, times.p90, times.p99, times.max)
             yield f"{name:<22}" + "".join(f"{value:>10.1f}" for value in values)
     if report.first_gap_hidden:
-        yield f"{pluralize(report.first_gap_hidden, 'request')}: first and second token came together"
+        yield f"{pluralize(report.first_gap_hidden, 'request')}: first and second token arrived together"
     if report.tokens_counted_by not in ("ids", ""):
-        yield f"tokens counted by {report.tokens_counted_by}; {report.tokens_per_arrival:g} an arrival"
+        yield f"tokens counted by {report.tokens_counted_by}; {report.tokens_per_arrival:g} per arrival"
     yield f"client    {report.client.cpu_share:.0%} of a core, at most {report.client.late_ms_max:.1f} ms late"

@@ -1,4 +1,4 @@
-"""One measured request: sends it, notes when its tokens came, and says how it ended."""
+"""Sends a measured request; records when its tokens arrived and how it ended."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -9,35 +9,32 @@ from kvferry.ops.bench.serve.connection import CutOffError, HttpConnection
 from kvferry.ops.bench.serve.dialect import CountedBy, Dialect, EventError, Progress
 from kvferry.ops.bench.serve.response import EventSplitter, MalformedAnswerError
 from kvferry.ops.cli.pluralize import pluralize
-from kvferry.ops.cli.target import (
-    Target,
-    why_unreachable,
-)
+from kvferry.ops.cli.target import Target, why_unreachable
 
 _OK = 200
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """What became of one request. Times are seconds of the monotonic clock."""
+    """Result of one request. Times are seconds of the monotonic clock."""
 
     due: float
-    """When it was to be sent: what its times count from, also where the client was late."""
+    """When it should be sent: the start of its times, also if the client was late."""
     sent: float = 0.0
     ended: float = 0.0
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many at that time."""
+    """Times at which tokens arrived, and how many."""
     tokens: int = 0
-    """All of them, by the server's own count where it gives one."""
+    """Total number, by the server's final count if there is one."""
     counted_by: CountedBy = "ids"
     error: str = ""
-    """Empty: whole. Else a kind, fit for counting: connect, http_503, timeout, cut_off, error_event, ..."""
+    """Empty: complete. Else a kind, the key for counting: connect, http_503, timeout, cut_off, error_event, ..."""
     detail: str = ""
-    """What was said, for people."""
+    """The error as text."""
 
 
 class Requester:
-    """Sends requests to one server, over connections that are kept and taken again."""
+    """Sends requests to one server, over reused connections."""
 
     def __init__(self, target: Target, dialect: Dialect, timeout_s: float) -> None:
         self._target = target
@@ -46,7 +43,7 @@ class Requester:
         self._idle: list[HttpConnection] = []
 
     async def send(self, body: bytes, due: float) -> RequestOutcome:
-        """One request. Never raises for what the server does."""
+        """Send one request. Never raises for a failure of the server."""
         clock = asyncio.get_running_loop().time
         outcome = RequestOutcome(due, sent=clock())
         connection: HttpConnection | None = None
@@ -55,9 +52,9 @@ class Requester:
                 connection = await self._connection()
                 await self._ask(connection, body, outcome)
         except TimeoutError:
-            _fail(outcome, "timeout", f"no whole answer within {self._timeout_s:g} s")
+            _fail(outcome, "timeout", f"no complete answer within {self._timeout_s:g} s")
         except CutOffError:
-            _fail(outcome, "cut_off", "the connection ended before the answer did")
+            _fail(outcome, "cut_off", "the connection closed before the answer was complete")
         except MalformedAnswerError as error:
             _fail(outcome, "garbage", str(error))
         except EventError as error:
@@ -66,7 +63,7 @@ class Requester:
             _fail(outcome, "connect", why_unreachable(error))
         finally:
             outcome.ended = clock()
-            self._preempt(connection)
+            self._release(connection)
         return outcome
 
     def close(self) -> None:
@@ -78,15 +75,15 @@ class Requester:
     async def _connection(self) -> HttpConnection:
         while self._idle:
             connection = self._idle.pop()
-            if connection.can_go_on:
+            if connection.is_reusable:
                 return connection
             connection.close()
         return await HttpConnection.open(self._target)
 
-    def _preempt(self, connection: HttpConnection | None) -> None:
+    def _release(self, connection: HttpConnection | None) -> None:
         if connection is None:
             return
-        if connection.can_go_on:
+        if connection.is_reusable:
             self._idle.append(connection)
         else:
             connection.close()
@@ -95,7 +92,7 @@ class Requester:
         stream = _Stream(self._dialect, outcome)
         status = await connection.ask("POST", self._dialect.path, body, "text/event-stream", stream.on_body)
         if status != _OK:
-            raise EventError(f"http_{status}", f"{status} {words_of(stream.raw)}")
+            raise EventError(f"http_{status}", f"{status} {error_of_body(stream.raw)}")
         if stream.error is not None:
             raise stream.error
         progress = stream.progress
@@ -103,18 +100,18 @@ class Requester:
         outcome.tokens = progress.tokens if progress.total is None else progress.total
         if not progress.finished:
             raise EventError(
-                "cut_off", f"the stream ended after {pluralize(progress.tokens, 'token')} without saying why"
+                "cut_off", f"the stream ended after {pluralize(progress.tokens, 'token')} without a finish_reason"
             )
 
 
 class _Stream:
-    """The body of one answer on its way to an outcome."""
+    """Reads the body of one answer into an outcome."""
 
     def __init__(self, dialect: Dialect, outcome: RequestOutcome) -> None:
         self.progress = Progress()
         self.error: EventError | None = None
         self.raw = b""
-        """The beginning of the body, for what is no stream."""
+        """The first bytes of the body, for an answer that is not a stream."""
         self._dialect = dialect
         self._arrivals = outcome.arrivals
         self._splitter = EventSplitter()
@@ -138,8 +135,8 @@ def _fail(outcome: RequestOutcome, kind: str, detail: str) -> None:
     outcome.error, outcome.detail = kind, detail
 
 
-def words_of(body: bytes) -> str:
-    """The server's own words out of an error's body."""
+def error_of_body(body: bytes) -> str:
+    """The server's error text, from the body of an error answer."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:

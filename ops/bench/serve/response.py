@@ -1,6 +1,6 @@
-"""Reads the bytes of one HTTP/1.1 answer and of the server-sent events in it. Pure: no socket, no clock.
+"""Parses an HTTP/1.1 answer and the server-sent events in it. Pure: no socket, no clock.
 
-Small on purpose: this runs for every token of every stream that is measured, and must not be what is measured.
+Small on purpose: it runs for every token of every measured stream and must not dominate the measurement.
 """
 
 _MOST_HEAD_BYTES = 65_536
@@ -8,11 +8,11 @@ _NO_BODY = (204, 304)
 
 
 class MalformedAnswerError(Exception):
-    """What came is no HTTP answer; the text says what was expected."""
+    """The bytes are not a valid HTTP answer."""
 
 
 class ResponseReader:
-    """One answer. `feed` it what comes; `head_done` and `complete` say how far it is."""
+    """Parses one answer, passed to `feed` in parts; `head_done` and `complete` are its progress."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -22,25 +22,25 @@ class ResponseReader:
         self.complete = False
         self._buffer = b""
         self._left: int | None = 0
-        """Bytes of the body, or of the chunk with its line end, that are still to come; None: until the end."""
+        """Remaining bytes of the body, or of the chunk with its line end; None: the body ends with the connection."""
         self._chunked = False
 
     @property
     def keeps_connection(self) -> bool:
-        """Whether another request may follow on the same connection."""
+        """Whether another request can follow on the same connection."""
         return self.complete and self._left is not None and self.headers.get("connection", "").lower() != "close"
 
     def feed(self, data: bytes) -> bytes:
-        """What of `data` belongs to the body. Raises MalformedAnswerError."""
+        """The bytes of the body in `data`. Raises MalformedAnswerError."""
         if self.complete:
-            raise MalformedAnswerError("bytes behind the end of the answer")
+            raise MalformedAnswerError("bytes after the end of the answer")
         self._buffer += data
         if not self.head_done and not self._read_head():
             return b""
         return self._read_chunks() if self._chunked else self._read_plain()
 
     def end(self) -> bool:
-        """The connection has ended; whether the answer is whole."""
+        """Handle the end of the connection; returns whether the answer is complete."""
         if self.head_done and self._left is None:
             self.complete = True
         return self.complete
@@ -49,13 +49,13 @@ class ResponseReader:
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > _MOST_HEAD_BYTES:
-                raise MalformedAnswerError("an endless head")
+                raise MalformedAnswerError(f"a head of more than {_MOST_HEAD_BYTES} bytes")
             return False
         first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
         self._buffer = self._buffer[end + 4 :]
         words = first.split(" ", 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-            raise MalformedAnswerError(f"not an HTTP/1.1 answer: {first[:60]!r}")
+            raise MalformedAnswerError(f"expected an HTTP/1.1 answer, got {first[:60]!r}")
         self.status = int(words[1])
         pairs = (line.partition(":") for line in lines)
         self.headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
@@ -71,7 +71,7 @@ class ResponseReader:
         if self.status in _NO_BODY:
             length = "0"
         if length is not None and not length.isdigit():
-            raise MalformedAnswerError(f"a content-length of {length[:20]!r}")
+            raise MalformedAnswerError(f"content-length is not a number: {length[:20]!r}")
         self._left = None if length is None else int(length)
 
     def _read_plain(self) -> bytes:
@@ -90,7 +90,7 @@ class ResponseReader:
             if end < 0:
                 break
             size = _chunk_size(self._buffer[:end])
-            # The last chunk is empty; trailers are not used by anyone this speaks to.
+            # The last chunk is empty. Trailers are not supported: no measured server sends any.
             whole = end + 2 + size + 2
             if len(self._buffer) < whole:
                 break
@@ -101,13 +101,13 @@ class ResponseReader:
 
 
 class EventSplitter:
-    """Server-sent events out of a body that comes in pieces; one `data:` line is one event, as LLM servers write it."""
+    """Splits a body, passed in parts, into server-sent events. One `data:` line is one event, as with LLM servers."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The data of every event line that is whole now."""
+        """The data of every event line that is now complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -116,4 +116,4 @@ def _chunk_size(line: bytes) -> int:
     try:
         return int(line.partition(b";")[0], 16)
     except ValueError:
-        raise MalformedAnswerError(f"a chunk of size {line[:20]!r}") from None
+        raise MalformedAnswerError(f"chunk size is not a number: {line[:20]!r}") from None

@@ -148,6 +148,7 @@ def bench():
     return Bench()
 
 
+@pytest.mark.rule(25, 29)
 def test_a_request_is_owned_by_the_commit_and_runs_with_the_last_piece(bench):
     granted = bench.reserve()
     assert [type(action) for action in granted] == [ExpectPieces, Send]
@@ -159,6 +160,7 @@ def test_a_request_is_owned_by_the_commit_and_runs_with_the_last_piece(bench):
     assert said(actions, Tokens)[0].entries[0].token_ids == (5,)  # rule 29: it starts with the prefill node's token
 
 
+@pytest.mark.rule(24)
 def test_a_commit_is_answered_the_same_each_time(bench):
     """Rule 24."""
     bench.reserve()
@@ -178,6 +180,7 @@ def test_a_piece_damaged_before_the_commit_is_asked_for_with_it(bench):
     assert said(bench.arrives(0), Committed)[0].complete
 
 
+@pytest.mark.rule(25)
 def test_each_damaged_piece_is_asked_for_once(bench):
     bench.reserve()
     bench.commit()
@@ -197,6 +200,7 @@ def test_pieces_that_do_not_come_are_asked_for_once_then_the_request_is_lost(ben
     assert said(bench.done(bench.role.tick(10.5), 10.5), Gone)[0].reason == "lost"
 
 
+@pytest.mark.rule(25)
 def test_pieces_that_wait_at_the_sender_are_waited_for_as_long_as_it_says_so(bench):
     bench.reserve()
     bench.commit(0.2)
@@ -210,6 +214,7 @@ def test_pieces_that_wait_at_the_sender_are_waited_for_as_long_as_it_says_so(ben
     assert said(bench.done(bench.role.tick(26.0), 26.0), Gone)[0].reason == "lost"
 
 
+@pytest.mark.rule(25)
 def test_pieces_are_not_asked_of_a_sender_that_is_gone(bench):
     """Rule 25: its request is lost when no piece has come for as long as the sender's silence took."""
     bench.reserve()
@@ -240,6 +245,7 @@ def test_a_damaged_piece_is_not_asked_of_a_sender_that_is_gone(bench):
     assert said(bench.damaged(0, 3.1), Gone)[0].reason == "lost"
 
 
+@pytest.mark.rule(16)
 def test_abort_never_touches_a_committed_request(bench):
     """Rule 16."""
     bench.reserve()
@@ -248,6 +254,7 @@ def test_abort_never_touches_a_committed_request(bench):
     assert bench.pool.num_held == 2
 
 
+@pytest.mark.rule(26)
 def test_abort_gives_a_reservation_back(bench):
     bench.reserve()
     actions = bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key()), 0.3), 0.3)
@@ -257,6 +264,7 @@ def test_abort_gives_a_reservation_back(bench):
     assert said(bench.commit(0.4), CommitRefused)
 
 
+@pytest.mark.rule(13)
 def test_a_late_reserve_of_a_plan_that_is_over_is_refused(bench):
     """Rule 13: no tombstones are kept, the list is newer and does not have it."""
     bench.heartbeat_of_worker(0.1, as_of=7)
@@ -264,11 +272,13 @@ def test_a_late_reserve_of_a_plan_that_is_over_is_refused(bench):
     assert said(bench.reserve(0.3, placement_no=8), Granted)
 
 
+@pytest.mark.rule(27)
 def test_a_worker_that_is_not_heard_gets_no_reservation(bench):
     """Rule 27."""
     assert said(bench.reserve(2.5), Refused)[0].reason == "no_worker_link"
 
 
+@pytest.mark.rule(16)
 def test_a_committed_request_goes_with_the_workers_list_only(bench):
     """Rule 16."""
     bench.reserve()

@@ -96,6 +96,7 @@ def test_what_finds_no_room_is_queued_and_granted_in_its_turn():
     assert [granted.key for granted in said(freed, Granted)] == [second]
 
 
+@pytest.mark.rule(17)
 @pytest.mark.parametrize(("asked_at", "first"), [(5.0, OTHERS[2]), (25.0, OTHERS[1])])
 def test_the_better_class_goes_first_until_the_other_has_waited_long(asked_at, first):
     """Rule 17 on this role: class, raised by waiting, then age; and no request overtakes the head."""
@@ -139,6 +140,7 @@ def test_a_reserve_that_the_prefill_nodes_list_no_longer_has_is_refused(bench):
     assert said(bench.reserve(0.2), Refused)[0].reason == "gone"
 
 
+@pytest.mark.rule(16)
 def test_a_reservation_goes_with_either_list(bench):
     """Rule 16."""
     bench.reserve()
@@ -151,6 +153,7 @@ def test_a_reservation_goes_with_either_list(bench):
     assert other.role.is_quiescent()
 
 
+@pytest.mark.rule(37)
 def test_a_drain_takes_back_what_is_not_committed_and_refuses_more(bench):
     """Rules 28 and 37."""
     run(bench)
@@ -201,6 +204,7 @@ def test_a_commit_that_comes_last_starts_immediately(bench):
     assert said(bench.commit(0.4), Committed) == [Committed(key=bench.key(), complete=True)]
 
 
+@pytest.mark.rule(23)
 @pytest.mark.parametrize(("pieces", "first_token_pos"), [(1, 0), (2, 4), (0, 0)])
 def test_pieces_that_do_not_cover_what_was_asked_for_lose_the_request_and_no_more(bench, pieces, first_token_pos):
     """Rules 23 and 25: nothing is decoded from what is not right as a whole, whatever its Commit says."""
@@ -280,6 +284,7 @@ def test_tokens_go_out_step_by_step_and_the_end_with_the_last(bench):
     assert bench.pool.num_held == 0
 
 
+@pytest.mark.rule(15)
 def test_a_finish_record_is_reported_until_the_wanted_set_drops_it(bench):
     """Rule 15."""
     run(bench)
@@ -332,6 +337,7 @@ def fill(bench: Bench) -> None:
     bench.done(bench.role.on_message(bench.prefill, commit, 0.3), 0.3)
 
 
+@pytest.mark.rule(36)
 def test_out_of_blocks_the_youngest_is_preempted_and_its_worker_notified():
     """Rule 36."""
     bench = make_bench(num_blocks=4)
@@ -342,6 +348,7 @@ def test_out_of_blocks_the_youngest_is_preempted_and_its_worker_notified():
     assert [(message.request_id, message.reason) for message in gone] == [(OTHERS[1], "preempted")]
 
 
+@pytest.mark.rule(36)
 @pytest.mark.parametrize("way", ["cancel", "list", "lost worker", "deadline", "drain", "nothing"])
 @pytest.mark.parametrize("steps", [2, 3], ids=["going to the host", "on the host"])
 def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
@@ -377,6 +384,7 @@ def test_a_request_that_is_swapped_out_ends_as_any_other(way: str, steps: int):
     assert (host.num_held > 0) == (way == "nothing")
 
 
+@pytest.mark.rule(33)
 def test_the_backstop_of_a_deadline_frees_and_reports(bench):
     """Rule 33: one second after the worker's own."""
     bench.reserve()
@@ -404,6 +412,7 @@ def test_a_cancel_drops_attempts_up_to_its_own_and_of_its_worker_only(bench):
     assert not bench.role.knows(REQUEST, 2)
 
 
+@pytest.mark.rule(30)
 def test_a_worker_that_left_is_not_written_to(bench):
     """Rule 30: the outbox holds nothing for a client that is gone."""
     bench.reserve()

@@ -1,5 +1,7 @@
 """What was granted can be taken back while it is not committed: rule 28, at decode node, prefill node and worker."""
 
+import pytest
+
 from kvferry.common.base.ids import RequestId
 from kvferry.common.cluster.actions import ForgetPieces
 from kvferry.common.config.protocol import Timers
@@ -23,6 +25,7 @@ def revoked(actions) -> list[tuple[RequestId, str]]:
 # -- a better class
 
 
+@pytest.mark.rule(28)
 def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst_first():
     bench = make_bench(num_blocks=12)
     for number, priority in ((0, 4), (1, 5), (2, 5)):
@@ -37,6 +40,7 @@ def test_worse_reservations_give_way_to_a_better_class_the_youngest_of_the_worst
     assert held == {OTHERS[0], OTHERS[1], REQUEST}
 
 
+@pytest.mark.rule(28)
 def test_what_was_revoked_is_not_granted_again():
     """By a late copy of its Reserve: pieces of the first grant, still under way, would be taken for the second's."""
     bench = make_bench(num_blocks=4)
@@ -58,6 +62,7 @@ def test_an_equal_class_does_not_give_way():
     assert revoked(bench.reserve(0.2, key=bench.key(request=OTHERS[1]), priority=3)) == []
 
 
+@pytest.mark.rule(28)
 def test_who_has_waited_long_does_not_give_way():
     """Rule 17 holds here as well: a class is raised by waiting."""
     bench = make_bench(num_blocks=4)
@@ -66,6 +71,7 @@ def test_who_has_waited_long_does_not_give_way():
     assert revoked(bench.reserve(21.0, key=bench.key(request=OTHERS[1]), priority=1)) == []
 
 
+@pytest.mark.rule(28)
 def test_what_is_committed_is_never_taken_back():
     bench = make_bench(num_blocks=3)
     bench.reserve(priority=5)
@@ -73,6 +79,7 @@ def test_what_is_committed_is_never_taken_back():
     assert revoked(bench.reserve(0.3, key=bench.key(request=OTHERS[1]), priority=1)) == []
 
 
+@pytest.mark.rule(28)
 def test_no_reservation_gives_way_when_that_would_not_make_room():
     bench = make_bench(num_blocks=7)
     run(bench)
@@ -87,6 +94,7 @@ def test_no_reservation_gives_way_when_that_would_not_make_room():
 # -- time
 
 
+@pytest.mark.rule(28)
 def test_a_grant_that_is_not_used_is_taken_back_while_others_wait():
     bench = make_bench(num_blocks=4)
     bench.reserve(0.1)
@@ -125,6 +133,7 @@ def crowded(*priorities: int) -> Bench:
     return bench
 
 
+@pytest.mark.rule(28)
 def test_the_worst_grant_gives_way_to_what_decodes_and_cannot_grow():
     bench = crowded(2, 1)
     step(bench, 0.6)
@@ -140,6 +149,7 @@ def test_no_grant_gives_way_while_anything_runs():
     assert revoked(bench.done(bench.role.tick(0.7), 0.7)) == []
 
 
+@pytest.mark.rule(28)
 def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
     bench = crowded(2, 1)
     for number in (0, 1):
@@ -153,6 +163,7 @@ def test_what_is_committed_does_not_give_way_to_what_cannot_grow():
 # -- what follows
 
 
+@pytest.mark.rule(28)
 def test_a_revoke_that_crosses_the_commit_costs_no_attempt():
     """Rule 34: the decode node never owned it, so this is a refusal."""
     bench = PrefillBench()

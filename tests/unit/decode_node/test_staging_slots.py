@@ -56,6 +56,7 @@ def test_confirmed_slots_are_free_immediately(slots):
     assert (slots.num_granted, slots.num_quarantined) == (0, 0)
 
 
+@pytest.mark.rule(26)
 def test_unconfirmed_slots_rest_until_their_own_sender_has_stopped(slots):
     taken = slots.grant(key(1))
     slots.release(key(1), 0.0, confirmed=False)
@@ -77,6 +78,7 @@ def test_a_sender_that_lives_is_asked_until_it_answers_and_time_alone_frees_noth
     assert slots.num_quarantined == 2
 
 
+@pytest.mark.rule(26)
 def test_after_a_sender_is_gone_slots_rest_from_the_end_of_its_session_on(slots):
     slots.grant(key(1))
     slots.release(key(1), 0.0, confirmed=False)

@@ -49,6 +49,7 @@ def abort(bench: Bench, now: float, request=REQUEST):
     return bench.done(bench.role.on_message(bench.prefill, Abort(key=bench.key(request=request)), now), now)
 
 
+@pytest.mark.rule(18)
 @pytest.mark.parametrize("way", ["cancelled", "finished", "failed", "preempted", "lost"])
 def test_granted_as_soon_as_what_decodes_is_over(way: str):
     bench = make_bench(num_blocks=3, config=SchedulerConfig(watermark_blocks_share=0.0))
@@ -69,6 +70,7 @@ def test_granted_as_soon_as_what_decodes_is_over(way: str):
     assert granted(actions) == [HEAD]
 
 
+@pytest.mark.rule(18)
 @pytest.mark.parametrize(
     ("way", "num_blocks", "share"),
     [("aborted", 3, 1.0), ("aborted", 6, 0.5), ("not used", 3, 1.0), ("not used", 6, 0.5), ("committed", 6, 0.5)],
@@ -166,6 +168,7 @@ def test_ids_of_a_waiting_head_are_checked_and_hashed_once(monkeypatch):
 # -- what is not right is no head
 
 
+@pytest.mark.rule(18)
 @pytest.mark.parametrize(("prompt", "why"), [([1, 99], "outside the vocabulary"), (range(40), "KV blocks")])
 def test_what_could_never_run_is_refused_immediately_though_others_wait(prompt, why: str):
     """Not when its turn comes: it could not be refused then, and the node would end."""

@@ -3,22 +3,9 @@
 import pytest
 
 from kvferry.common.base.ids import AttemptKey
-from kvferry.common.cluster.actions import (
-    ExitProcess,
-    OpenLink,
-    RunStep,
-    SendPiece,
-)
+from kvferry.common.cluster.actions import ExitProcess, OpenLink, RunStep, SendPiece
 from kvferry.common.cluster.events import DrainRequested
-from kvferry.common.protocol.messages import (
-    Cancel,
-    FirstToken,
-    Gone,
-    HandedOver,
-    HandoverFailed,
-    Reserve,
-    Tokens,
-)
+from kvferry.common.protocol.messages import Cancel, FirstToken, Gone, HandedOver, HandoverFailed, Reserve, Tokens
 from kvferry.common.scheduling.sequence import SequenceStatus
 from kvferry.decode_node.receive_table import ReceiveState
 from kvferry.prefill_node.job import JobState
@@ -54,6 +41,7 @@ def finish(bench: PrefillBench, now: float = 0.3) -> list[tuple[int, tuple[int, 
     return reported
 
 
+@pytest.mark.rule(4)
 def test_a_request_continues_where_its_prompt_was_computed():
     bench = colocated()
     started = bench.job(here=True, candidates=0)
@@ -70,6 +58,7 @@ def test_a_request_continues_where_its_prompt_was_computed():
     assert bench.core.is_quiescent()
 
 
+@pytest.mark.rule(4)
 def test_it_is_one_roles_at_a_time():
     bench = colocated()
     bench.job(here=True)
@@ -94,12 +83,14 @@ def test_other_candidates_alone_are_a_hand_over():
     assert [m.key.decode for m in said(bench.job(candidates=1), Reserve)] == [DECODES[0]]
 
 
+@pytest.mark.rule(6)
 def test_a_node_makes_no_link_to_itself_and_none_for_a_job_that_stays():
     bench = colocated()
     assert not [a for a in bench.job(here=True, candidates=2) if isinstance(a, OpenLink)]
     assert bench.role.decodes.links.links == {}
 
 
+@pytest.mark.rule(18)
 def test_what_has_no_room_here_to_its_end_goes_to_another_node():
     """It could be computed here, but not finished."""
     bench = colocated(num_blocks=4)
@@ -118,6 +109,7 @@ def test_a_prefill_node_alone_does_not_keep_a_job_that_names_it():
     assert [m.reason for m in failed] == ["no_room"]
 
 
+@pytest.mark.rule(18)
 def test_jobs_that_stay_need_no_grant():
     """The bound on computed prompts without a grant is for those that must wait for one."""
     bench = colocated(num_blocks=16)

@@ -3,6 +3,8 @@
 from array import array
 from dataclasses import dataclass, field
 
+import pytest
+
 from kvferry.common.base.ids import (
     Incarnation,
     RequestId,
@@ -123,6 +125,7 @@ def committing() -> HandoverSender:
     return sender
 
 
+@pytest.mark.rule(24)
 def test_commit_goes_out_when_every_layer_of_every_chunk_was_given():
     sender = granted(make_sender())
     assert pieces(sender.progress(0, 4, 1, 0.2)) == [0]
@@ -134,6 +137,7 @@ def test_commit_goes_out_when_every_layer_of_every_chunk_was_given():
     assert messages(last, Commit)[0].num_pieces == 3
 
 
+@pytest.mark.rule(20)
 def test_a_long_prefix_that_was_cached_goes_in_parts_of_a_layer():
     """One layer of it may be larger than any piece can be."""
     sender = granted(make_sender(target_bytes=4 * 1024))
@@ -171,6 +175,7 @@ def test_a_refusal_before_the_commit_asks_the_next_one_as_a_new_generation():
     assert messages(late, Abort) == [Abort(key=old, stopped=False)]
 
 
+@pytest.mark.rule(4)
 def test_a_refusal_after_the_commit_ends_the_attempts_hand_over():
     """Rule 4: there is one target for the Commit, ever."""
     sender = committing()
@@ -183,6 +188,7 @@ def ask_again(sender: HandoverSender, *missing: int) -> list[Action]:
     return sender.on_answer(Committed(key=key_of(sender), complete=False, missing=missing), 0.4)
 
 
+@pytest.mark.rule(21)
 def test_a_piece_that_the_transport_still_has_is_not_given_to_it_a_second_time():
     """Its blocks would be released when the first copy is read, and the second one would read another's KV."""
     sender = committing()
@@ -265,6 +271,7 @@ def test_abort_stops_what_is_being_read_also_after_the_hand_over():
     assert not sender.is_reading
 
 
+@pytest.mark.rule(24)
 def test_an_unanswered_commit_is_repeated_then_given_up():
     sender = committing()
     assert messages(sender.tick(0.3), Commit) == []
@@ -276,6 +283,7 @@ def test_an_unanswered_commit_is_repeated_then_given_up():
     assert (sender.state, sender.failure) == (SendState.FAILED, "commit_unanswered")
 
 
+@pytest.mark.rule(27)
 def test_no_candidate_left_is_no_room():
     sender = make_sender()
     sender.ask(0.0)
@@ -286,6 +294,7 @@ def test_no_candidate_left_is_no_room():
     sender.check_invariants()
 
 
+@pytest.mark.rule(27)
 def test_a_place_in_a_queue_is_given_up_for_another_candidate_and_not_for_none():
     """Who needs much would else never wait at the head of a queue for long enough."""
     sender = make_sender()
@@ -301,6 +310,7 @@ def test_a_place_in_a_queue_is_given_up_for_another_candidate_and_not_for_none()
     assert sender.state is SendState.GRANTED
 
 
+@pytest.mark.rule(27)
 def test_what_is_queued_is_asked_about_when_the_link_is_there_again():
     """The Granted may have been lost with the connection before."""
     sender = make_sender()
@@ -309,6 +319,7 @@ def test_what_is_queued_is_asked_about_when_the_link_is_there_again():
     assert [reserve.key for reserve in messages(sender.on_peer_up(0.3), Reserve)] == [key_of(sender)]
 
 
+@pytest.mark.rule(27)
 def test_a_candidate_that_turns_out_to_be_gone_is_not_waited_for():
     sender = make_sender()
     sender.ask(0.0)
@@ -335,6 +346,7 @@ def test_reserve_says_whether_staging_slots_can_be_written():
     assert reserve.staged
 
 
+@pytest.mark.rule(24)
 def test_with_staging_slots_the_commit_waits_for_the_confirmation_of_every_write():
     sender = staged()
     given = sender.progress(0, 6, 2, 0.2)
@@ -356,6 +368,7 @@ def test_a_piece_that_is_asked_for_after_the_commit_goes_into_no_slot():
     assert messages(sender.on_sent(key_of(sender), 1, 0.6), Commit) == []
 
 
+@pytest.mark.rule(26)
 def test_abort_says_stopped_only_when_no_write_is_under_way():
     sender = staged()
     sender.progress(0, 6, 2, 0.2)

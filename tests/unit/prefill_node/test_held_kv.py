@@ -118,6 +118,7 @@ def pair():
     return pair
 
 
+@pytest.mark.rule(22)
 def test_the_next_attempt_at_the_holder_computes_nothing(pair):
     """Rules 19 and 22: the list keeps the KV there until the next plan takes it over."""
     assert pair.prefill.pool.num_held == 2
@@ -132,6 +133,7 @@ def test_the_next_attempt_at_the_holder_computes_nothing(pair):
     assert said(pair.prefill.grant(reserve, 0.5), Commit)[0].token_id == 50
 
 
+@pytest.mark.rule(22)
 def test_what_is_held_outlives_lists_but_not_its_time(pair):
     """Rule 22: without another plan it is in the wanted set, unexpected, and released after retain_s."""
     pair.router.requests[request(1)].not_before = 99.0
@@ -143,6 +145,7 @@ def test_what_is_held_outlives_lists_but_not_its_time(pair):
     assert pair.prefill.pool.num_held == 0
 
 
+@pytest.mark.rule(22)
 def test_planned_elsewhere_it_is_released_immediately(pair):
     pair.join(OTHER, "q", "prefill", 0.3)
     pair.deliver(SELF_ID, "p", Status(status_no=999, load=NodeLoad(waiting_tokens=50)), 0.4)
@@ -152,6 +155,7 @@ def test_planned_elsewhere_it_is_released_immediately(pair):
     assert pair.prefill.role.is_quiescent()
 
 
+@pytest.mark.rule(22)
 def test_the_holder_is_taken_though_it_has_somewhat_more_waiting(pair):
     """Rule 22: what need not be computed there counts for it."""
     pair.join(OTHER, "q", "prefill", 0.3)

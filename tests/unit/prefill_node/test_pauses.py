@@ -31,6 +31,7 @@ def ticks(bench: PrefillBench, start: float, end: float):
     return [action for tenth in range(round(start * 10), round(end * 10)) for action in bench.tick(tenth / 10)]
 
 
+@pytest.mark.rule(20)
 def test_a_long_pause_gives_the_reservation_back_and_keeps_the_blocks(bench):
     held, granted = bench.pool.num_held, key_of(bench)
     assert said(ticks(bench, 0.4, 2.4), Abort) == []
@@ -39,6 +40,7 @@ def test_a_long_pause_gives_the_reservation_back_and_keeps_the_blocks(bench):
     assert bench.pool.num_held == held
 
 
+@pytest.mark.rule(20)
 def test_when_it_continues_the_same_node_is_asked_again_and_nothing_is_computed_again(bench):
     granted = key_of(bench)
     bench.stopped(ticks(bench, 0.4, 4.0), 4.0)
@@ -54,6 +56,7 @@ def test_when_it_continues_the_same_node_is_asked_again_and_nothing_is_computed_
     assert sent == LONG
 
 
+@pytest.mark.rule(20)
 def test_after_a_second_pause_room_is_asked_for_with_the_last_chunk_alone(bench):
     """Each time that room is asked for again all its KV goes again."""
     job = next(job for job in bench.role.jobs if job.message.request_id == request(WORSE))
@@ -75,6 +78,7 @@ def test_room_is_asked_for_while_its_chunk_is_computed(bench):
     assert said(bench.handle(LayersDone(plan.step_id, 1), 4.1), Reserve)
 
 
+@pytest.mark.rule(20)
 def test_a_step_that_takes_long_is_no_pause():
     bench = PrefillBench(num_blocks=160, steps_in_flight=1)
     bench.link_up()

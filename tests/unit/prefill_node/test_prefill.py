@@ -77,6 +77,7 @@ def test_a_request_from_job_to_hand_over(bench):
     assert bench.role.is_quiescent()
 
 
+@pytest.mark.rule(13)
 def test_a_late_job_that_the_list_no_longer_has_is_refused(bench):
     """Rule 13."""
     bench.heartbeat(0.1, as_of=7)
@@ -97,6 +98,7 @@ def test_a_job_that_could_never_run_here_ends_the_request(bench):
     assert bench.role.is_quiescent()
 
 
+@pytest.mark.rule(35)
 def test_new_requests_are_bounded_and_later_attempts_are_not():
     """Rule 35."""
     bench = PrefillBench(Limits(queued_requests=1), max_running=1)
@@ -138,6 +140,7 @@ def test_what_the_drain_does_not_finish_is_preempted(bench):
 # -- how far it goes without a grant
 
 
+@pytest.mark.rule(18)
 def test_computed_prompts_without_a_grant_are_bounded():
     """Rule 18: a full decode side backs up into the queue."""
     bench = PrefillBench(Limits(unreserved_prompt_share=0.125))
@@ -156,6 +159,7 @@ def test_one_job_may_always_run_and_one_token_needs_no_grant():
     assert bench.scheduler.num_waiting == 0
 
 
+@pytest.mark.rule(18)
 def test_a_request_for_one_token_reserves_nothing(bench):
     """Rule 18."""
     assert said(bench.job(max_new_tokens=1), Reserve) == []
@@ -164,6 +168,7 @@ def test_a_request_for_one_token_reserves_nothing(bench):
     assert bench.pool.num_held == 0
 
 
+@pytest.mark.rule(20)
 def test_room_is_asked_for_at_the_start_and_pieces_go_layer_by_layer():
     """Rules 18 and 20: the transfer is hidden behind the computing."""
     bench = PrefillBench(Limits(piece_target_bytes=6 * 1024))
@@ -205,6 +210,7 @@ def test_transfers_under_way_of_one_node_are_bounded():
 # -- the hand-over
 
 
+@pytest.mark.rule(20)
 def test_a_candidate_that_refuses_costs_no_recompute():
     """Rules 20 and 27: the next one gets everything again, what the first one got as well."""
     bench = PrefillBench(Limits(piece_target_bytes=6 * 1024))
@@ -223,6 +229,7 @@ def test_a_candidate_that_refuses_costs_no_recompute():
     assert bench.steps == []
 
 
+@pytest.mark.rule(27)
 def test_a_candidate_that_has_no_room_yet_is_waited_for_a_while(bench):
     reserve = said(bench.job(), Reserve)[0]
     bench.step(0.2)
@@ -231,6 +238,7 @@ def test_a_candidate_that_has_no_room_yet_is_waited_for_a_while(bench):
     assert said(bench.tick(5.2), Reserve)[0].key.decode == DECODES[1]
 
 
+@pytest.mark.rule(19)
 def test_none_left_is_no_room_and_the_kv_is_held_for_the_next_attempt(bench):
     """Rules 19, 22 and 27: the next attempt computes nothing."""
     for _ in range(2):
@@ -249,6 +257,7 @@ def test_none_left_is_no_room_and_the_kv_is_held_for_the_next_attempt(bench):
     assert len(bench.role.jobs.by_attempt) == 1
 
 
+@pytest.mark.rule(22)
 def test_retained_kv_is_released_in_time_and_the_entry_stays(bench):
     """Rule 22."""
     bench.job(candidates=0)
@@ -263,6 +272,7 @@ def test_retained_kv_is_released_in_time_and_the_entry_stays(bench):
     assert bench.role.is_quiescent()
 
 
+@pytest.mark.rule(22)
 def test_held_kv_is_bounded_by_a_share_of_the_pool():
     """Rule 22."""
     bench = PrefillBench(Limits(retained_share=0.0625, unreserved_prompt_share=1.0))
@@ -279,6 +289,7 @@ def test_a_failed_commit_says_so_and_with_whom(bench):
     assert (failed.reason, failed.commit_sent, failed.decode) == ("not_reserved", True, DECODES[0])
 
 
+@pytest.mark.rule(28)
 def test_a_revoked_grant_is_released_and_the_next_one_asked(bench):
     """Rule 28."""
     reserve = said(bench.job(), Reserve)[0]
@@ -297,6 +308,7 @@ def test_a_grant_that_no_job_waits_for_is_released(bench, kind: type[Message]):
     assert bench.hear(DECODES[0], Queued(key=reserve.key), 0.4) == []
 
 
+@pytest.mark.rule(2)
 def test_a_grant_of_an_earlier_generation_is_released(bench):
     """Rule 2: the key has the generation."""
     first = said(bench.job(), Reserve)[0]
@@ -305,6 +317,7 @@ def test_a_grant_of_an_earlier_generation_is_released(bench):
     assert job_of(bench).sender.key.decode == DECODES[1]
 
 
+@pytest.mark.rule(2)
 @pytest.mark.parametrize("kind", [Granted, Refused])
 def test_a_decode_node_does_not_answer_for_another(bench, kind: type[Message]):
     """Rule 2: the key names who may answer."""
@@ -325,6 +338,7 @@ def test_a_decode_node_that_dies_before_the_commit_costs_no_attempt(bench):
     assert said(actions, HandoverFailed) == []
 
 
+@pytest.mark.rule(4)
 def test_a_decode_node_that_dies_after_the_commit_ends_the_attempts_hand_over(bench):
     """Rule 4."""
     reserve = said(bench.job(), Reserve)[0]
@@ -363,6 +377,7 @@ def test_a_candidate_known_to_be_another_incarnation_is_not_asked(bench):
 # -- blocks are released only when no transport reads them
 
 
+@pytest.mark.rule(21)
 def test_blocks_that_are_read_outlive_the_request(bench):
     """Rule 21."""
     reserve = said(bench.job(), Reserve)[0]
@@ -401,6 +416,7 @@ def owned_elsewhere(bench: PrefillBench) -> TransferKey:
     return reserve.key
 
 
+@pytest.mark.rule(21)
 def test_after_the_hand_over_blocks_stay_until_the_decode_node_has_every_piece(bench):
     """Rule 21, and 25: what comes damaged can be sent again."""
     key = owned_elsewhere(bench)
@@ -410,6 +426,7 @@ def test_after_the_hand_over_blocks_stay_until_the_decode_node_has_every_piece(b
     assert bench.pool.num_held == 0
 
 
+@pytest.mark.rule(21)
 def test_source_blocks_stay_while_their_pieces_wait_in_the_transport(bench):
     key = owned_elsewhere(bench)
     bench.tick(60.0)
@@ -429,6 +446,7 @@ def test_source_blocks_are_not_kept_for_ever_when_no_answer_comes(bench):
     assert bench.pool.num_held == 0
 
 
+@pytest.mark.rule(15)
 def test_a_lost_worker_leaves_nothing(bench):
     """Rule 15."""
     bench.job(1)
@@ -464,6 +482,7 @@ def test_an_early_token_that_does_not_end_it_is_sent_again_when_asked_for_only(b
     assert said(bench.heartbeat(1.0, (1, 1), resend=True), FirstToken) == [token]
 
 
+@pytest.mark.rule(14)
 def test_a_hand_over_is_reported_again(bench):
     reserve = said(bench.job(), Reserve)[0]
     bench.grant(reserve, 0.2)
@@ -479,6 +498,7 @@ def test_a_prompt_without_a_token_ends_the_request(bench):
     assert bench.pool.num_held == 0
 
 
+@pytest.mark.rule(33)
 def test_a_node_frees_by_its_own_backstop_a_second_after_the_workers_deadline(bench):
     """Rule 33."""
     bench.job(remaining_ms=500)
@@ -542,6 +562,7 @@ def test_a_decode_node_that_forgot_us_is_greeted_again(bench):
     assert [action.endpoint for action in actions if isinstance(action, SendHello)] == ["d0"]
 
 
+@pytest.mark.rule(6)
 def test_workers_are_not_compared_but_prefill_nodes_are(bench):
     """Rule 6: the refusal names the field."""
     hello = bench.role.decodes.links.hello
@@ -573,6 +594,7 @@ def test_staging_slots_that_cannot_be_reached_are_not_asked_for(own, theirs):
     assert not said(bench.job(), Reserve)[0].staged
 
 
+@pytest.mark.rule(26)
 def test_a_node_that_asks_whether_writing_has_stopped_gets_the_truth():
     """Rule 26: Revoke is said again until it has."""
     bench = PrefillBench(staging_host="shm://")

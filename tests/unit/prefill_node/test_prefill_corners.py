@@ -94,6 +94,7 @@ def exits(actions):
 # -- what waits
 
 
+@pytest.mark.rule(17)
 def test_the_better_class_and_then_the_older_request_starts_first():
     """Rule 17: class and age both come with the Job, so a retry keeps its place."""
     bench = PrefillBench(Limits(unreserved_prompt_share=1.0), max_running=1, steps_in_flight=1)
@@ -224,6 +225,7 @@ def test_an_older_list_changes_nothing(bench):
     assert bench.role.knows(request(1), 1)
 
 
+@pytest.mark.rule(15)
 def test_a_worker_that_exits_in_order_leaves_nothing_immediately(bench):
     """Rule 15."""
     bench.job()
@@ -276,6 +278,7 @@ def test_a_failed_engine_ends_the_process_and_nothing_is_given_to_it_any_more(be
     assert bench.steps == []
 
 
+@pytest.mark.rule(10)
 def test_an_engine_without_a_step_although_work_waits_ends_the_process(bench):
     """Rule 10."""
     bench.job()
@@ -288,6 +291,7 @@ def test_an_engine_without_a_step_although_work_waits_ends_the_process(bench):
     assert now == pytest.approx(bench.timers.engine_stall_exit_s, abs=0.7)
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize("sign", [StepProgressed(), LayersDone(0, 1)])
 def test_a_step_of_any_length_that_comes_further_ends_nothing_and_is_reported(bench, sign):
     """Rule 10, ADR 0027: who is slow is not stuck."""
@@ -320,6 +324,7 @@ def test_who_slept_does_not_blame_its_engine(bench):
     assert exits(bench.handle(Tick(), 100.0)) == []
 
 
+@pytest.mark.rule(37)
 def test_a_drain_ends_in_time_even_if_workers_keep_their_lists(bench):
     """Rule 37."""
     bench.job()

@@ -77,6 +77,7 @@ def request(timeout_s: float) -> GenerateRequest:
     return generate_request(REQUEST, "m", array("I", [1, 2]), SamplingParams(max_new_tokens=1), timeout_s=timeout_s)
 
 
+@pytest.mark.rule(9)
 @pytest.mark.parametrize("slept_s", [9.0, 0.2])
 def test_a_last_token_that_arrived_during_the_sleep_counts_before_the_deadline(slept_s: float):
     """Only a late tick reads messages first: a deadline that passes while the process is awake holds."""

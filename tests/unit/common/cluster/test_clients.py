@@ -32,6 +32,7 @@ def client(table):
     return table.hello(WORKER, "worker", "w", 0.0)
 
 
+@pytest.mark.rule(12)
 def test_the_newest_list_counts_in_whatever_order_they_come(client):
     assert client.update_wanted(Heartbeat(heartbeat_no=2, as_of=5, wanted=(entry(),)), 1.0)
     assert not client.update_wanted(Heartbeat(heartbeat_no=1, as_of=9), 2.0)
@@ -41,12 +42,14 @@ def test_the_newest_list_counts_in_whatever_order_they_come(client):
     assert client.last_heartbeat == 1.0
 
 
+@pytest.mark.rule(13)
 def test_what_is_younger_than_the_list_is_wanted(client):
     client.update_wanted(Heartbeat(heartbeat_no=1, as_of=5), 1.0)
     assert client.wants(6, REQUEST, 1)
     assert not client.wants(5, REQUEST, 1)
 
 
+@pytest.mark.rule(2)
 def test_only_the_listed_attempt_and_generation_are_wanted(client):
     client.update_wanted(Heartbeat(heartbeat_no=1, as_of=5, wanted=(entry(attempt=2, generation=3),)), 1.0)
     assert client.wants(4, REQUEST, 2, 3)
@@ -83,6 +86,7 @@ def test_who_slept_blames_no_client(table, client):
     assert quiet.last_heartbeat < 0  # one that never sent a list still has not
 
 
+@pytest.mark.rule(9)
 def test_the_silence_before_a_sleep_keeps_its_age(table, client):
     """Rule 9."""
     heard = table.hello(PREFILL, "prefill", "p", 49.9)  # its message waited in the inbox

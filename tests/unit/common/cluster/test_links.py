@@ -36,6 +36,7 @@ def make_table() -> LinkTable:
     return LinkTable(Hello(kind="worker", name="w"), Timers())
 
 
+@pytest.mark.rule(12)
 def test_a_node_that_forgot_its_client_gets_hello_again():
     """Rule 12: no client: asks for Hello. The node has lost all it had for us, so it must know us first."""
     table = make_table()
@@ -50,6 +51,7 @@ def test_a_node_that_forgot_its_client_gets_hello_again():
     table.check_invariants()
 
 
+@pytest.mark.rule(1)
 def test_what_comes_late_from_an_earlier_life_changes_nothing():
     """Rule 1, and invariant 7: a new incarnation ends the old one, never the other way round."""
     table = make_table()
@@ -80,6 +82,7 @@ def test_two_incarnations_welcomed_in_the_wrong_order_are_distinguished_in_the_e
     table.check_invariants()
 
 
+@pytest.mark.rule(1)
 def test_another_incarnation_ends_the_one_before_immediately():
     table = make_table()
     links = DrivenLinks(table)
@@ -103,6 +106,7 @@ def test_a_welcome_starts_the_count_of_token_messages_again():
     assert link.link_seq == 0
 
 
+@pytest.mark.rule(9)
 def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
     timers, table = Timers(), make_table()
     links = DrivenLinks(table)
@@ -129,6 +133,7 @@ def test_silence_makes_suspect_then_dead_and_a_late_own_tick_forgives():
     table.check_invariants()
 
 
+@pytest.mark.rule(9)
 @pytest.mark.parametrize("gap_s", [0.4, 0.6, 3.0])
 def test_who_is_always_late_notices_a_silence_too(gap_s):
     """Rule 9: of each late tick one heartbeat interval counts."""
@@ -155,6 +160,7 @@ def test_what_waited_for_who_slept_is_heard_now():
     assert table.links[HERE].last_heard == 60.0
 
 
+@pytest.mark.rule(11)
 def test_named_nodes_without_end_cost_no_links_without_end():
     """Any announcer may name any endpoint: links that never answered are replaced, others are not."""
     table = make_table()

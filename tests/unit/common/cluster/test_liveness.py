@@ -72,6 +72,7 @@ def pass_time(
     return actions
 
 
+@pytest.mark.rule(9)
 def test_a_broken_connection_makes_suspect_and_a_probe_decides(links, table):
     assert links.closed(HERE, 0.5) == [Probe(HERE)]
     assert table.links[HERE].state is LinkState.SUSPECT
@@ -84,6 +85,7 @@ def test_a_broken_connection_makes_suspect_and_a_probe_decides(links, table):
     table.check_invariants()
 
 
+@pytest.mark.rule(9)
 def test_a_blip_is_no_death(links, table):
     links.closed(HERE, 0.5)
     links.probe(HERE, False, 0.6)
@@ -100,6 +102,7 @@ def test_a_refusal_of_a_link_that_was_heard_meanwhile_kills_no_node(links):
     assert links.take_lost() == []
 
 
+@pytest.mark.rule(9)
 def test_death_is_noticed_within_dead_after(links, table):
     actions = pass_time(links, 0.0, TIMERS.dead_after_s)
     assert actions == [Probe(HERE)]
@@ -108,6 +111,7 @@ def test_death_is_noticed_within_dead_after(links, table):
     assert links.take_lost() == [LIFE]
 
 
+@pytest.mark.rule(10)
 def test_work_waiting_and_no_step_is_a_death_although_the_process_talks(links):
     """Rule 10: a wedged engine."""
     pass_time(links, 0.0, TIMERS.engine_stall_s, steps_done=7)
@@ -116,6 +120,7 @@ def test_work_waiting_and_no_step_is_a_death_although_the_process_talks(links):
     assert links.take_lost() == [LIFE]
 
 
+@pytest.mark.rule(10)
 def test_a_long_step_that_comes_further_is_progress(links):
     """Rule 10, ADR 0027."""
     for layer in range(6):
@@ -150,6 +155,7 @@ def test_the_newest_status_counts(links, table):
     assert not link.usable
 
 
+@pytest.mark.rule(6)
 def test_a_refused_hello_names_its_reason_and_is_tried_again(links, table):
     """Rule 6."""
     refusal = HelloRefused(reason="block_size: 4 != 8")
@@ -165,6 +171,7 @@ def test_a_refused_hello_names_its_reason_and_is_tried_again(links, table):
     table.check_invariants()
 
 
+@pytest.mark.rule(11)
 def test_a_node_that_is_not_announced_is_forgotten_when_it_is_long_dead(links, table):
     """Rule 11: silence of the proxies alone forgets no node; the configured ones are never forgotten."""
     table.add(THERE, 0.0)
@@ -177,6 +184,7 @@ def test_a_node_that_is_not_announced_is_forgotten_when_it_is_long_dead(links, t
     assert set(table.links) == {HERE}
 
 
+@pytest.mark.rule(11)
 def test_a_node_that_lives_is_not_forgotten_however_long_the_proxies_are_silent(links, table):
     """Rule 11: losing a proxy freezes what is known, it empties nothing."""
     table.links[HERE].static = False

@@ -87,6 +87,7 @@ def test_time_before_its_first_tick_is_no_engine_stall():
     assert not [a for a in make_core().handle(Tick(), 1e6) if isinstance(a, ExitProcess)]
 
 
+@pytest.mark.rule(6)
 def test_a_client_that_never_said_hello_is_reported():
     core = make_core()
     core.handle(Tick(), 0.0)
@@ -99,6 +100,7 @@ def test_a_client_that_never_said_hello_is_reported():
     core.check_invariants()
 
 
+@pytest.mark.rule(1)
 def test_a_message_to_an_earlier_life_is_answered_with_who_lives_here():
     core = make_core()
     core.handle(Received(Envelope(WORKER, Incarnation(""), Hello(kind="worker", name="w"))), 0.0)
@@ -114,6 +116,7 @@ def test_a_draining_node_with_nothing_left_ends():
     assert [a.code for a in core.handle(Tick(), 0.2) if isinstance(a, ExitProcess)] == [0]
 
 
+@pytest.mark.rule(14)
 def test_what_a_returning_client_expects_may_have_been_here():
     """never_known has the same Job sent again; an attempt that got as far as a Commit must not be run a second time."""
     core = make_core(PREFILL_ROLE)
@@ -154,6 +157,7 @@ class Hears:
         return lambda *arguments: []
 
 
+@pytest.mark.rule(2)
 @pytest.mark.parametrize(
     ("prefill", "decode", "heard"), [(WORKER, SELF_ID, 1), (OTHER, SELF_ID, 0), (WORKER, OTHER, 0)]
 )

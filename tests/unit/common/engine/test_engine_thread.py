@@ -101,6 +101,7 @@ DECODE = tuple(StepBatch(number, (part(5, number),)) for number in (1, 2, 3))
 CHUNK = StepBatch(4, (ScheduledSequence(8, array("I", [1, 2]), 0, (2,), False),))
 
 
+@pytest.mark.rule(10)
 @pytest.mark.parametrize(("intervals", "events"), [(3.0, 4), (1 / 2, 2), (1 / 8, 0)])
 def test_a_long_step_posts_its_progress_but_not_for_every_layer(intervals: float, events: int):
     """Each layer takes so many intervals. ADR 0027."""

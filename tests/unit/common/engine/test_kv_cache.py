@@ -75,6 +75,7 @@ def _cut(everything: bytes, layers: tuple[int, int], start: int, end: int) -> by
     return cut
 
 
+@pytest.mark.rule(23)
 def test_a_cache_of_another_block_size_accepts_the_same_bytes() -> None:
     one, other = make_cache(4), make_cache(8)
     data = random_bytes(one.range_bytes(0, LAYERS, 0, 11))

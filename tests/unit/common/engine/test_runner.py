@@ -44,6 +44,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(loaded: Loaded
         assert sequence.output != alone(loaded, random_prompt(n, n), 10, sampled(n + 1000))
 
 
+@pytest.mark.rule(32)
 def test_a_second_attempt_continues_with_the_same_tokens(loaded: LoadedModel) -> None:
     """Prompt and tokens so far, given to a new runner as one longer prompt: seed, position and penalty agree."""
     prompt = random_prompt(1, 20)
@@ -54,6 +55,7 @@ def test_a_second_attempt_continues_with_the_same_tokens(loaded: LoadedModel) ->
     assert sequence.output == whole
 
 
+@pytest.mark.rule(20)
 def test_layers_are_reported_in_order_and_their_kv_is_complete(loaded: LoadedModel) -> None:
     prompt = random_prompt(2, 21)
     driver = EngineDriver(loaded)

@@ -133,6 +133,7 @@ def serve(
     return list(tokens.values()), scheduler.load().swaps
 
 
+@pytest.mark.rule(36)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: type(device).__name__)
 def test_swapped_streams_equal_the_undisturbed_ones(device: Device, tmp_path: Path, loaded: LoadedModel) -> None:
     if isinstance(device, PagedDevice):

@@ -50,6 +50,7 @@ def test_extra_tokens_and_keep_free_count(pool):
     assert len(table.block_ids) == 3
 
 
+@pytest.mark.rule(5)
 def test_a_published_prefix_is_shared_while_held(pool):
     first = fill(pool, 1, list(range(10)))
     second = pool.acquire(2, ids(range(12)), max_cached_tokens=11)
@@ -201,6 +202,7 @@ def test_bad_content_is_forgotten_unless_somebody_else_holds_it(pool):
     assert third.num_cached_tokens == 4
 
 
+@pytest.mark.rule(5)
 def test_only_a_single_holder_may_write_and_only_what_is_not_final(pool):
     pool.acquire(1, ids(range(8)), max_cached_tokens=0)
     assert pool.is_writable(1, 0, 8)

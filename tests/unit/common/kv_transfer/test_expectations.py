@@ -55,6 +55,7 @@ def test_what_nobody_expects_touches_nothing(cache: MemoryCache):
     assert len(expectations) == 0
 
 
+@pytest.mark.rule(23)
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -96,6 +97,7 @@ def test_a_key_is_expected_once(cache: MemoryCache):
         expectations.expect(KEY, TABLE, 0)
 
 
+@pytest.mark.rule(26)
 def test_forget_waits_for_the_write_under_way_and_lets_no_later_one_through(cache: MemoryCache):
     expectations = Expectations(cache)
     expectations.expect(KEY, TABLE, 0)
@@ -130,6 +132,7 @@ def test_forget_waits_for_the_write_under_way_and_lets_no_later_one_through(cach
     assert cache.writes == 1
 
 
+@pytest.mark.rule(26)
 def test_a_write_that_has_found_its_key_before_forget_writes_nothing_after_it(
     cache: MemoryCache, monkeypatch: pytest.MonkeyPatch
 ):

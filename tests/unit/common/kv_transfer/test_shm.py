@@ -202,6 +202,7 @@ def staging_maps(pid: int) -> int:
     return sum("kvferry-staging" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
 
 
+@pytest.mark.rule(26)
 def test_a_writer_that_was_stopped_is_not_refused_and_one_that_was_killed_is(slots: ShmSlots):
     with child(WRITES, WRITER, OWNER, slots.open()) as (process, said):
         assert said == "written"
@@ -320,6 +321,7 @@ def test_without_reach_without_slots_and_too_large_pieces_go_in_messages(prefill
     assert decode.mover.counts()[1]["staged"] == 0
 
 
+@pytest.mark.rule(26)
 def test_a_slot_that_is_not_its_own_writes_no_block(prefill: Node, decode: Node):
     joined(prefill, decode)
     key, pieces = pieces_of(prefill, decode, 1)
@@ -373,6 +375,7 @@ def test_a_session_is_closed_when_its_life_has_let_go(prefill: Node, decode: Nod
     wait_until(closed)
 
 
+@pytest.mark.rule(26)
 def test_slots_of_a_node_that_took_nothing_for_a_while_are_used_again(context: TransportContext, decode: Node):
     clock, go_on = ManualClock(), threading.Event()
     prefill = Node(context, "impatient", clock=clock)

@@ -31,6 +31,7 @@ def test_one_piece_at_a_time_in_a_slot(writes):
         writes.begin(KEY, 4, 2)
 
 
+@pytest.mark.rule(26)
 def test_a_slot_is_free_again_by_the_credit_for_its_piece(writes):
     writes.begin(KEY, 4, 0)
     writes.credited(KEY, 0)  # nobody has named it yet

@@ -45,6 +45,7 @@ def test_a_kv_thread_that_cannot_begin_says_so(context: TransportContext, caplog
     assert "the KV thread failed" in caplog.text
 
 
+@pytest.mark.rule(10)
 def test_a_kv_thread_that_fails_at_a_piece_says_so_and_nobody_waits_for_it(context: TransportContext):
     ends = []
     for name in ("a", "b"):
@@ -64,6 +65,7 @@ def test_a_kv_thread_that_fails_at_a_piece_says_so_and_nobody_waits_for_it(conte
     receiver.close()
 
 
+@pytest.mark.rule(10)
 def test_a_node_whose_kv_thread_failed_ends_with_the_reason():
     bench = PrefillBench()
     ends = [action for action in bench.handle(LOST, 0.1) if isinstance(action, ExitProcess)]

@@ -247,6 +247,7 @@ def forger(context: TransportContext, decode: Node) -> Iterator[Forger]:
     made.link.close()
 
 
+@pytest.mark.rule(25)
 def test_damaged_bytes_are_found_by_the_checksum(decode: Node, forger: Forger):
     decode.mover.expect(key_between(forger.self_id, decode.self_id), TABLE)
     forger.send_envelope(forger.piece(decode.cache, b"\xff" * 8, checksum=123))
@@ -261,6 +262,7 @@ def test_damaged_bytes_are_found_by_the_checksum(decode: Node, forger: Forger):
     assert decode.count("bad") == 2
 
 
+@pytest.mark.rule(26)
 def test_no_other_life_writes_for_a_key(prefill: Node, decode: Node, forger: Forger):
     """Neither in another's name, nor over another's connection, nor for a life that is over."""
     stranger = new_incarnation()
@@ -496,6 +498,7 @@ def test_an_endpoint_that_is_none_fails_the_pieces(prefill: Node, wrong: str):
     wait_until(lambda: prefill.posted.all() == [KvSendFailed(key, "no link to this node")])
 
 
+@pytest.mark.rule(38)
 def test_kv_goes_with_keys_and_as_soon_as_the_other_one_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     keys = KeyRing(tmp_path / "keys")
     public = keys.add("late", "node")

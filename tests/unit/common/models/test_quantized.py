@@ -81,11 +81,11 @@ def test_the_perplexity_text_is_the_one_of_the_published_figures() -> None:
 def test_perplexity_refuses_missing_models_and_bad_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     for words, said in (
-        (["--model", str(tmp_path / "none")], "none is not there"),
+        (["--model", str(tmp_path / "none")], "none does not exist"),
         (["--text", str(tmp_path / "none")], f"error: --text: {tmp_path / 'none'}: No such file or directory\n"),
         (
             ["--text", str(tmp_path / "latin")],
-            f"{tmp_path / 'latin'} is no text in UTF-8: byte 0 begins no character\n",
+            f"{tmp_path / 'latin'} is not UTF-8 text: invalid byte at offset 0\n",
         ),
     ):
         assert main(["bench", "perplexity", *words]) != 0

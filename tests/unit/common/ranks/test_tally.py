@@ -84,6 +84,7 @@ def test_a_failure_of_any_rank_is_passed_on() -> None:
         assert handle(tally, (1, failure)) == [failure]
 
 
+@pytest.mark.rule(23)
 def test_a_piece_has_arrived_when_every_rank_has_written_its_part() -> None:
     for order in itertools.permutations(range(3)):
         tally = PieceTally(3)
@@ -94,6 +95,7 @@ def test_a_piece_has_arrived_when_every_rank_has_written_its_part() -> None:
         assert handle(tally, *reports) == [], "a duplicate was counted"
 
 
+@pytest.mark.rule(23)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_bad_part_makes_the_piece_bad_when_all_have_reported_and_can_be_sent_again(order: tuple[int, ...]) -> None:
     tally = PieceTally(3)

@@ -106,6 +106,7 @@ def test_the_runner_hears_of_the_end_after_the_step_in_flight():
     assert three.finished == (first,)
 
 
+@pytest.mark.rule(21)
 def test_a_pin_keeps_the_blocks_of_an_ended_sequence(node):
     seq_id = node.scheduler.add(make_spec(5, mode="prefill"), 0.0)
     node.step()

@@ -17,6 +17,7 @@ def node_with(num_blocks: int, **settings) -> FakeNode:
     return FakeNode(SchedulerConfig(**{**defaults, **settings}), num_blocks=num_blocks)
 
 
+@pytest.mark.rule(18)
 def test_a_prompt_starts_only_with_blocks_for_all_its_tokens_and_the_next():
     node = node_with(4)
     big = node.scheduler.add(make_spec(8, max_new_tokens=4), 0.0)  # 2 blocks, the next token needs a third
@@ -122,6 +123,7 @@ def test_max_running_bounds_what_runs_but_not_what_is_prefilled():
     assert node.scheduler.reserve(make_spec([1, 2]), 0.0) is None
 
 
+@pytest.mark.rule(28)
 def test_the_watermark_is_kept_only_while_something_decodes():
     node = node_with(10, watermark_blocks_share=0.25)  # rounded up: 3 blocks
     first = node.scheduler.add(make_spec(6, max_new_tokens=6), 0.0)

@@ -83,6 +83,7 @@ def test_tokens_are_those_of_single_steps_and_a_step_is_in_flight_all_the_time()
     assert node.scheduler.is_quiescent()
 
 
+@pytest.mark.rule(31)
 def test_nothing_is_planned_behind_the_last_token():
     node = make_node()
     decoding(node, max_new_tokens=2)
@@ -97,6 +98,7 @@ def test_nothing_is_planned_behind_the_end_of_a_prompt():
     assert node.schedule() is None
 
 
+@pytest.mark.rule(5)
 def test_what_comes_after_the_end_is_dropped_and_the_blocks_stay_till_then():
     node = make_node()
     end = drawn(3, 2)[1]
@@ -241,6 +243,7 @@ def test_while_blocks_are_short_for_one_nobody_goes_ahead():
     assert node.schedule() is None, "nor does a prompt begin"
 
 
+@pytest.mark.rule(36)
 def test_who_gives_blocks_is_in_no_step():
     """All three lack a block at the same time, and one is free: the worst gives its own."""
     node = make_node(num_blocks=4)

@@ -57,6 +57,7 @@ def test_a_first_token_that_ends_it_leaves_nothing_to_hand_over():
     assert node.scheduler.is_quiescent()
 
 
+@pytest.mark.rule(19)
 def test_a_replan_whose_prefix_is_cached_computes_nothing(node):
     """9 ids known, the last one an output, and the 8 before it are two cached blocks."""
     node.scheduler.release(prefill(node, 8))
@@ -240,6 +241,7 @@ def test_from_reservation_to_the_end(node):
     assert node.scheduler.is_quiescent()
 
 
+@pytest.mark.rule(5)
 def test_received_kv_becomes_prefix_cache_and_is_pinned_by_the_next(node):
     spec = make_spec(10)
     seq_id, first = reserve(node, spec)

@@ -26,12 +26,14 @@ def test_the_youngest_of_the_lowest_class():
     assert victim([seq(1, 1, 9.0), seq(2, 5, 1.0), seq(3, 5, 2.0), seq(4, 4, 3.0)]) == 3
 
 
+@pytest.mark.rule(36)
 def test_never_the_oldest_of_the_best_class():
     assert victim([seq(1, 2, 1.0)]) is None
     assert victim([seq(1, 2, 1.0), seq(2, 2, 0.5)]) == 1
     assert victim([]) is None
 
 
+@pytest.mark.rule(36)
 def test_another_one_when_the_worst_was_given_back_often_enough():
     assert victim([seq(1, 1, 0.0), seq(2, 3, 1.0), seq(3, 5, 2.0, times_preempted=3)]) == 2
     assert victim([seq(1, 1, 0.0), seq(2, 3, 1.0, 3), seq(3, 5, 2.0, 4)]) is None
@@ -105,6 +107,7 @@ def test_with_nobody_to_take_from_the_best_waits_and_then_goes_on():
     assert not any(isinstance(event, Preempted) for event in node.events)
 
 
+@pytest.mark.rule(10)
 def test_a_reservation_holds_the_best_up_only_as_long_as_it_lasts():
     node = make_node(6)
     best = node.scheduler.add(make_spec(7, max_new_tokens=14, priority=1), 0.0)

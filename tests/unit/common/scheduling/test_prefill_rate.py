@@ -65,6 +65,7 @@ def timed():
     return Timed()
 
 
+@pytest.mark.rule(17)
 def test_a_short_prompt_passes_a_long_one_that_came_a_little_earlier(timed):
     long = timed.add(40, 100)
     assert timed.turn() == [long]
@@ -73,6 +74,7 @@ def test_a_short_prompt_passes_a_long_one_that_came_a_little_earlier(timed):
     assert timed.turn(2.0) == [long]
 
 
+@pytest.mark.rule(17)
 def test_a_long_prompt_is_passed_only_by_what_comes_within_its_own_time(timed):
     long = timed.add(40, 100)
     timed.turn()

@@ -29,6 +29,7 @@ def drawn(prompt: "array[int]", count: int) -> list[int]:
     return list(known[len(prompt) :])
 
 
+@pytest.mark.rule(32)
 def test_a_prompt_is_computed_in_chunks_and_then_decodes_to_its_length():
     node = node_with()
     spec = make_spec(18, max_new_tokens=3)
@@ -181,6 +182,7 @@ def test_stop_token_ids_end_like_an_eos():
     assert node.of(seq_id, Finished) == [Finished(seq_id, "stop")]
 
 
+@pytest.mark.rule(31)
 def test_outputs_of_earlier_attempts_count():
     node = node_with()
     seq_id = node.scheduler.add(make_spec(5, [11, 12], max_new_tokens=4), 0.0)

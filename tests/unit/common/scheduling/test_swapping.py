@@ -66,6 +66,7 @@ def undisturbed(prompt: Iterable[int], count: int) -> list[int]:
     return list(known[-count:])
 
 
+@pytest.mark.rule(36)
 def test_the_worst_goes_to_the_host_and_comes_back_with_the_same_tokens():
     node = make_node()
     sequences = crowd(node)
@@ -81,6 +82,7 @@ def test_the_worst_goes_to_the_host_and_comes_back_with_the_same_tokens():
     assert node.host.num_held == 0
 
 
+@pytest.mark.rule(36)
 def test_its_blocks_are_free_only_when_the_step_that_copies_them_has_come_back():
     node = make_node(max_steps_in_flight=2)
     best, middle, worst = crowd(node)
@@ -154,6 +156,7 @@ def test_an_abort_leaves_nothing_in_any_state(when: str):
     assert node.scheduler.is_quiescent()
 
 
+@pytest.mark.rule(36)
 def test_nothing_new_gets_blocks_while_something_is_swapped_out():
     node = make_node()
     best, middle, worst = crowd(node)
@@ -218,6 +221,7 @@ def test_the_best_of_those_away_returns_first_and_nobody_overtakes_it():
     assert tokens(node, worst) == undisturbed(WORST, 14)
 
 
+@pytest.mark.rule(36)
 def test_one_that_cannot_return_in_time_is_given_back():
     node = make_node(swap_wait_s=2.0)
     best, _, worst = crowd(node)

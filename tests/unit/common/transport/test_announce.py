@@ -139,6 +139,7 @@ def test_malformed_messages_are_counted_and_dropped(context: TransportContext):
         context.close_socket(publisher)
 
 
+@pytest.mark.rule(11)
 def test_the_name_is_resolved_again_and_a_failed_lookup_changes_nothing(context: TransportContext):
     answers: list[list[str] | None] = []
     asked: list[str] = []
@@ -194,6 +195,7 @@ def test_an_announcer_refuses_a_proxy_that_cannot_be_connected_to(context: Trans
     announcer.close()
 
 
+@pytest.mark.rule(38)
 def test_a_proxy_binds_beyond_loopback_only_if_allowed(context: TransportContext):
     for nodes, workers, allowed in (("tcp://*:0", "inproc://w", False), ("inproc://n", "tcp://*:0", True)):
         proxy = AnnouncementProxy(context)
@@ -269,6 +271,7 @@ def test_a_full_worker_loses_announcements_and_blocks_no_other(context: Transpor
         wait_for_announcement(reading, large)
 
 
+@pytest.mark.rule(38)
 def test_with_keys_a_node_may_announce_and_a_router_may_not(tmp_path: Path):
     """The proxy of a router host admits nodes that announce and workers that listen."""
     keys = KeyRing(tmp_path / "keys")
@@ -292,6 +295,7 @@ def test_resolved_addresses_keep_the_key():
     ]
 
 
+@pytest.mark.rule(38)
 def test_an_announcer_reconnects_after_a_proxy_without_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """ZeroMQ itself gives such a connection up for good."""
     keys = KeyRing(tmp_path / "keys")

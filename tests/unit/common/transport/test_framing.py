@@ -42,6 +42,7 @@ def test_truncated_bytes_are_refused(packed: bytes) -> None:
         unpack(packed)
 
 
+@pytest.mark.rule(8)
 def test_no_message_to_a_client_has_a_second_frame() -> None:
     """libzmq aborts a client's process when its connection is re-established between two frames."""
     with transport_context() as context:

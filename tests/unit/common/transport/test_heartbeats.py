@@ -77,6 +77,7 @@ def _some_heartbeats(context: TransportContext) -> None:
 SCENARIOS = {scenario.__name__: scenario for scenario in (unread_node, unread_link)}
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("scheme", ["tcp", "ipc"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_process_survives(scenario: str, scheme: str, tmp_path: Path):

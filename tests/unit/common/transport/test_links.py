@@ -133,6 +133,7 @@ def test_reconnect_works_while_connected(context: TransportContext, endpoint: st
     pair.close()
 
 
+@pytest.mark.rule(8)
 def test_messages_for_a_dead_incarnation_are_not_sent_to_the_next(context: TransportContext, tmp_path: Path):
     pair = Pair(context, ipc_endpoint(tmp_path), TIGHT)
     pair.exchange()
@@ -167,6 +168,7 @@ def test_the_monitor_may_close_after_its_link(context: TransportContext):
     pair.close()
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("peer", [new_incarnation(), Incarnation("a1" * 16)])
 def test_an_unknown_peer_is_unreachable(pair: Pair, peer: Incarnation):
     assert pair.node.send(peer, [b"x"]) is SendResult.UNREACHABLE
@@ -196,6 +198,7 @@ def fill_until_down(pair: Pair) -> int:
     return sent
 
 
+@pytest.mark.rule(30)
 def test_a_slow_peer_fills_its_outbox_and_no_more(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
     pair.exchange()
@@ -205,6 +208,7 @@ def test_a_slow_peer_fills_its_outbox_and_no_more(context: TransportContext, end
     pair.close()
 
 
+@pytest.mark.rule(8)
 def test_a_slow_peer_does_not_delay_another(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint, TIGHT)
     pair.exchange()
@@ -272,6 +276,7 @@ def test_a_full_link_queues_and_then_counts_as_down(context: TransportContext):
     link.close()
 
 
+@pytest.mark.rule(8)
 def test_a_peer_that_reconnects_replaces_its_old_connection(context: TransportContext, endpoint: str):
     pair = Pair(context, endpoint)
     pair.exchange()
@@ -315,6 +320,7 @@ def test_an_oversized_frame_breaks_only_its_own_connection(context: TransportCon
     pair.close()
 
 
+@pytest.mark.rule(38)
 @pytest.mark.parametrize("remote", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://eth0:0"])
 def test_a_bind_beyond_loopback_is_refused(context: TransportContext, remote: str):
     node = NodeSocket(context, OPTIONS)

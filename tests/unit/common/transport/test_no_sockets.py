@@ -32,6 +32,7 @@ SOCKETS_LEFT = (0, 1, 2)
 TABLE = (3, 1, 6)
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("left_over", SOCKETS_LEFT)
 def test_links_beyond_the_limit_wait_until_one_is_closed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_over: int
@@ -76,6 +77,7 @@ def test_the_error_names_the_socket(monkeypatch: pytest.MonkeyPatch):
         context.close_socket(only)
 
 
+@pytest.mark.rule(8)
 @pytest.mark.parametrize("left_over", SOCKETS_LEFT)
 def test_a_kv_link_that_cannot_be_opened_fails_its_pieces_and_is_retried_with_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_over: int

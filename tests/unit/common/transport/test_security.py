@@ -143,6 +143,7 @@ def test_peers_with_listed_keys_connect_and_reconnect(keys: KeyRing, endpoint: s
                 wait_until(partial(is_disconnected, monitor))
 
 
+@pytest.mark.rule(38)
 def test_an_unlisted_key_is_refused_until_it_is_listed(keys: KeyRing, endpoint: str, caplog: pytest.LogCaptureFixture):
     """It retries by itself. Its earlier message is not delivered before, and not lost."""
     public = keys.add("late", "node")
@@ -172,6 +173,7 @@ def test_a_removed_key_cannot_reconnect(keys: KeyRing):
         is_refused(client)
 
 
+@pytest.mark.rule(38)
 @pytest.mark.parametrize("wrong", ["server key", "role", "no keys"])
 def test_an_unauthenticated_peer_delivers_no_message(keys: KeyRing, wrong: str):
     options = replace(FAST, domain=SecurityDomain.KV)
@@ -190,6 +192,7 @@ def test_an_unauthenticated_peer_delivers_no_message(keys: KeyRing, wrong: str):
         p.exchange(p.client(keys.security("node")))
 
 
+@pytest.mark.rule(38)
 def test_a_client_connects_only_to_a_listed_key_of_the_right_role(keys: KeyRing):
     with peers(keys.security("node")) as p:
         bound = p.bind(TCP)
@@ -200,6 +203,7 @@ def test_a_client_connects_only_to_a_listed_key_of_the_right_role(keys: KeyRing)
             p.client(None, bound)
 
 
+@pytest.mark.rule(38)
 def test_without_a_handler_no_peer_is_admitted(keys: KeyRing):
     """A failing handler must not admit peers."""
     security = keys.security("node")
@@ -293,6 +297,7 @@ class Links:
         wait_until(condition, step=iterate)
 
 
+@pytest.mark.rule(38)
 @pytest.mark.parametrize("first", ["no keys", "not listed"])
 def test_links_connect_as_soon_as_they_are_admitted(keys: KeyRing, first: str, caplog: pytest.LogCaptureFixture):
     """ZeroMQ gives up a connection to a process without keys; the link does not. Each problem is logged once."""

@@ -1,4 +1,4 @@
-"""`kvferry bench engine` on a small model: every case is there, and the least work of a step is counted right."""
+"""`kvferry bench engine` on a small model: it reports every case, and counts the least work of a step correctly."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> TransformerConfig:
     return read_hf_config(tmp_path)
 
 
-def test_needs_of_one_decode_step(config: TransformerConfig) -> None:
+def test_work_of_a_decode_step(config: TransformerConfig) -> None:
     needs = step_needs(config, torch.bfloat16, new=1, context=9, sequences=3)
     assert needs is not None
     projections = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
@@ -38,7 +38,7 @@ def test_needs_of_one_decode_step(config: TransformerConfig) -> None:
     assert needs.flop == 2 * 3 * weights + 4 * config.num_layers * config.num_heads * config.head_dim * 10 * 3
 
 
-def test_the_limit_is_the_slower_of_reading_and_multiplying(config: TransformerConfig) -> None:
+def test_the_limit_is_the_slower_of_memory_and_matmul(config: TransformerConfig) -> None:
     needs = step_needs(config, torch.float32, new=1, context=0, sequences=1)
     assert needs is not None
     assert needs.tokens_per_s(1, MachineLimits(1.0, 1e9)) == pytest.approx(1e9 / needs.bytes_read)
@@ -56,11 +56,11 @@ def test_every_case_is_reported(
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         f"engine: loading {tmp_path.name}",
-        "engine: a prompt of 8 tokens (1 of 5)",
-        "engine: a prompt of 32 tokens (2 of 5)",
-        "engine: decoding 1 at once (3 of 5)",
-        "engine: decoding 3 at once (4 of 5)",
-        "engine: the machine's limits (5 of 5)",
+        "engine: prefill of 8 tokens (1 of 5)",
+        "engine: prefill of 32 tokens (2 of 5)",
+        "engine: decode of 1 sequence (3 of 5)",
+        "engine: decode of 3 sequences (4 of 5)",
+        "engine: limits of the machine (5 of 5)",
     ]
     report = json.loads(out)
     assert set(report["prefill"]) == {"8", "32"}
@@ -78,7 +78,7 @@ def test_every_case_is_reported(
 
 
 @pytest.mark.slow
-def test_a_model_cut_over_ranks_is_measured_and_one_that_cannot_be_is_refused(
+def test_tensor_parallel_is_measured_and_an_invalid_size_rejected(
     config: TransformerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine, "PROMPTS", (8,))
@@ -94,6 +94,6 @@ def test_a_model_cut_over_ranks_is_measured_and_one_that_cannot_be_is_refused(
     assert "num_attention_heads is 6, which is not divisible by 4" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "engine", "--model", str(tmp_path / "none")]) != 0
     assert "none" in capsys.readouterr().err

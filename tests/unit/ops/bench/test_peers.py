@@ -1,4 +1,4 @@
-"""`kvferry bench engine --peers`: the same cases in other engines, each in its own process; or why not; the rows."""
+"""`kvferry bench engine --peers`: the same cases in other engines, or the reason why not, and the comparison."""
 
 import json
 import sys
@@ -12,12 +12,9 @@ from kvferry.common.models.weights_gguf import GgufWeights
 from kvferry.common.tokenizer.gguf_header import read_gguf_header
 from kvferry.ops.bench import engine
 from kvferry.ops.bench.peers.child import PACKAGES
-from kvferry.ops.bench.peers.comparison import compare, comparison_table
+from kvferry.ops.bench.peers.comparison import compare_with_peers, comparison_table
 from kvferry.ops.bench.peers.gguf_copy import copy_gguf
-from kvferry.ops.bench.peers.run import (
-    installed,
-    measure_peer,
-)
+from kvferry.ops.bench.peers.run import installed, measure_peer
 from kvferry.ops.bench.peers.spec import PeerTask
 from kvferry.ops.bench.report import EngineReport, MachineFacts, PeerReport, Rate
 from kvferry.ops.cli.main import main
@@ -39,7 +36,7 @@ def task(model: Path, **changes: object) -> PeerTask:
 
 
 @pytest.mark.slow
-def test_peers_have_our_keys_or_a_reason(
+def test_every_peer_has_all_cases_or_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_checkpoint(tmp_path)
@@ -65,21 +62,21 @@ def test_peers_have_our_keys_or_a_reason(
     assert all(row["best_peer"] is not None for row in report["rows"])
 
 
-def test_a_peer_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_peer_reports_its_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
     outcome = measure_peer("transformers", sys.executable, task(tmp_path), tmp_path)
     assert outcome.times is None
     assert "no such type" in outcome.error
 
 
-def test_peers_that_want_a_gguf_file_say_so(tmp_path: Path) -> None:
+def test_peers_without_support_for_a_model_report_it(tmp_path: Path) -> None:
     outcome = measure_peer("llamacpp", sys.executable, task(tmp_path), tmp_path)
-    assert (outcome.times, outcome.error) == (None, "takes GGUF files alone: give one as --model")
+    assert (outcome.times, outcome.error) == (None, "reads only GGUF files; name one with --model")
     assert not any(tmp_path.iterdir())
-    assert measure_peer("openvino", sys.executable, task(tmp_path), tmp_path).error == "not in float32"
+    assert measure_peer("openvino", sys.executable, task(tmp_path), tmp_path).error == "does not support float32"
 
 
-def test_an_interpreter_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_peer_python_that_does_not_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "transformers" in installed([sys.executable])
     make_checkpoint(tmp_path / "model")
     words = ["bench", "engine", "--model", str(tmp_path / "model"), "--peers", "--peer-python", str(tmp_path / "none")]
@@ -88,7 +85,7 @@ def test_an_interpreter_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
-def test_a_plain_copy_has_the_same_weights(tmp_path: Path, kind: str) -> None:
+def test_a_gguf_copy_has_the_same_weights(tmp_path: Path, kind: str) -> None:
     source, target = tmp_path / "tiny.gguf", tmp_path / "copy.gguf"
     write_gguf(source, make_checkpoint(tmp_path / "model", vocab_size=len(vocabulary()[0])))
     copy_gguf(source, target, kind)
@@ -105,7 +102,7 @@ def test_a_plain_copy_has_the_same_weights(tmp_path: Path, kind: str) -> None:
             np.testing.assert_allclose(got.get(name), wanted.get(name), rtol=tolerance, atol=1e-6)
 
 
-# -- rows
+# -- comparison
 
 
 def report_with(*peers: PeerReport) -> EngineReport:
@@ -116,23 +113,23 @@ def report_with(*peers: PeerReport) -> EngineReport:
     )  # fmt: skip
 
 
-def test_ours_beside_the_best_peer() -> None:
+def test_rows_compare_with_the_best_peer() -> None:
     slow = PeerReport("slow", prefill={"128": Rate(10.0, None)}, decode={"1": Rate(1.0, None)}, ready_s=9.0, rss_mb=400)
     fast = PeerReport(
         "fast", prefill={"128": Rate(960.0, None)}, decode={"1": Rate(92.0, None)}, ready_s=9.5, rss_mb=900
     )
-    broken = PeerReport("broken", error="it fell over")
+    broken = PeerReport("broken", error="out of memory")
     report = report_with(slow, fast, broken)
-    rows = {row.row: row for row in compare(report)}
+    rows = {row.row: row for row in compare_with_peers(report)}
     prefill, one, eight = (rows[f"{case}, tokens/s"] for case in ("prefill 128", "decode 1", "decode 8"))
     assert (prefill.best_peer, prefill.peer, prefill.target, prefill.met) == (960.0, "fast", 1008.0, False)
     assert (one.target, one.met) == (87.4, True)
     assert (eight.best_peer, eight.met) == (None, None)
     assert (rows["ready, s"].peer, rows["ready, s"].met) == ("slow", True)
     assert (rows["memory, MB"].best_peer, rows["memory, MB"].met) == (400.0, False)
-    table = "\n".join(comparison_table(report, compare(report)))
-    assert "broken: it fell over" in table
+    table = "\n".join(comparison_table(report, compare_with_peers(report)))
+    assert "broken: out of memory" in table
 
 
-def test_without_any_peer_there_is_nothing_to_meet() -> None:
-    assert all(row.met is None and row.target is None for row in compare(report_with()))
+def test_without_peers_there_are_no_targets() -> None:
+    assert all(row.met is None and row.target is None for row in compare_with_peers(report_with()))

@@ -1,4 +1,4 @@
-"""`kvferry bench serve` against a real OpenAI-style server, and its figures out of known times."""
+"""`kvferry bench serve` against an OpenAI-style server, and its report of known times."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_an_openai_style_server_is_measured(capsys: pytest.CaptureFixture[str], 
 
 
 @pytest.mark.parametrize("gives", ["ids", "running"])
-def test_a_first_token_among_several_hides_the_first_gap(capsys: pytest.CaptureFixture[str], gives: str) -> None:
+def test_a_first_event_with_several_tokens_hides_the_first_gap(capsys: pytest.CaptureFixture[str], gives: str) -> None:
     with openai_server(Peer(pieces=(3, 1), gives=gives)) as peer:
         assert bench(peer.url, "--json") == 0
         report = json.loads(capsys.readouterr().out)
@@ -54,11 +54,11 @@ def test_a_first_token_among_several_hides_the_first_gap(capsys: pytest.CaptureF
     assert report["output_tokens"] == 72
     assert report["tokens_per_arrival"] >= 2
     table = capsys.readouterr().out
-    assert "6 requests: first and second token came together" in table
+    assert "6 requests: first and second token arrived together" in table
     assert "first to second" not in table
 
 
-def test_the_servers_final_count_decides_where_events_hold_several_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_servers_final_count_is_the_total(capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer(pieces=(4,), gives="usage")) as peer:
         assert bench(peer.url, "--json") == 0
     report = json.loads(capsys.readouterr().out)
@@ -66,7 +66,7 @@ def test_the_servers_final_count_decides_where_events_hold_several_tokens(capsys
     assert report["tokens_per_arrival"] >= 4
 
 
-def test_a_server_that_refuses_extras_is_asked_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_extra_fields_that_a_server_rejects_are_omitted(capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer(refuses=("return_token_ids", "stream_options"))) as peer:
         assert bench(peer.url, "--json") == 0
     assert json.loads(capsys.readouterr().out)["completed"] == 6
@@ -75,7 +75,7 @@ def test_a_server_that_refuses_extras_is_asked_without(capsys: pytest.CaptureFix
     assert all("stream_options" not in body for body in peer.bodies[3:])
 
 
-def test_poisson_arrivals_are_sent_without_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_open_loop_does_not_wait_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer(pause_s=0.005)) as peer:
         words = ["bench", "serve", "--url", peer.url, "--model", "m", "--rate", "500", "--requests", "9"]
         assert main([*words, "--output-len", "4", "--ignore-eos", "--json"]) == 0
@@ -93,17 +93,17 @@ def test_errors_are_counted_by_kind(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("peer", "code", "said"),
+    ("peer", "code", "error"),
     [
         (Peer(fails_from=0), 1, "/v1/completions: 503 too busy"),
         (Peer(fails_from=2), 1, "all 6 requests failed, the first: 503 too busy"),
         (Peer(refuses=("prompt",)), 2, "422 unknown field prompt"),
-        (Peer(says_unavailable=True), 1, "/v2/models/m/config: 503 no node has told of itself yet"),
-        (Peer(breaks_after=2), 1, "the connection ended before the answer did"),
+        (Peer(is_unavailable=True), 1, "/v2/models/m/config: 503 no node has registered yet"),
+        (Peer(breaks_after=2), 1, "the connection closed before the answer was complete"),
     ],
 )
-def test_a_server_that_cannot_be_measured_is_one_line(
-    peer: Peer, code: int, said: str, capsys: pytest.CaptureFixture[str]
+def test_a_server_that_cannot_be_measured_is_a_one_line_error(
+    peer: Peer, code: int, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with openai_server(peer):
         assert bench(peer.url) == code
@@ -111,23 +111,23 @@ def test_a_server_that_cannot_be_measured_is_one_line(
     assert out == ""
     (line,) = err.splitlines()
     assert line.startswith("kvferry bench serve: error: ")
-    assert said in line
+    assert error in line
 
 
-def test_https_to_a_server_without_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_https_to_a_plain_http_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer()) as peer:
         assert bench(peer.url.replace("http", "https")) == 2
-    assert ": this server speaks http, not https" in capsys.readouterr().err
+    assert ": the server speaks http, not https" in capsys.readouterr().err
 
 
-def test_a_request_that_takes_too_long_is_a_timeout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_slow_request_is_a_timeout(capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer(pause_s=0.5)) as peer:
         assert bench(peer.url, "--output-len", "1", "--timeout", "0.05") == 1
-    assert "no whole answer within 0.05 s" in capsys.readouterr().err
+    assert "no complete answer within 0.05 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "error"),
     [
         (("--url", "ftp://x"), 2, "expected http://host:port"),
         (("--url", "http://x:port"), 2, "--url: expected http://host:port, got 'http://x:port': "),
@@ -137,26 +137,26 @@ def test_a_request_that_takes_too_long_is_a_timeout(capsys: pytest.CaptureFixtur
         (("--url", "http://127.0.0.1:9"), 1, "http://127.0.0.1:9: Connection refused"),
     ],
 )
-def test_wrong_use(words: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(words: tuple[str, ...], code: int, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         got = main(["bench", "serve", "--model", "m", *words])
     except SystemExit as end:
         got = int(str(end.code))
     assert got == code
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert error in line
 
 
 @pytest.mark.parametrize(
-    ("api", "said"), [("auto", "has neither /v2/models/other nor"), ("infer", "has no /v2"), ("openai", "404")]
+    ("api", "error"), [("auto", "has neither /v2/models/other nor"), ("infer", "has no /v2"), ("openai", "404")]
 )
-def test_an_unknown_model(api: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model_is_a_usage_error(api: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with openai_server(Peer()) as peer:
         assert bench(peer.url, "--api", api, model="other") == 2
-    assert said in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
-# -- figures
+# -- report
 
 
 def outcome(*arrivals: tuple[float, int], due: float = 0.0, error: str = "") -> RequestOutcome:
@@ -165,7 +165,7 @@ def outcome(*arrivals: tuple[float, int], due: float = 0.0, error: str = "") -> 
     return RequestOutcome(due, sent=due, ended=ended, arrivals=list(arrivals), tokens=tokens, error=error)
 
 
-def test_gaps_of_tokens_that_come_together() -> None:
+def test_gaps_of_tokens_that_arrive_together() -> None:
     several = outcome((1.0, 1), (1.5, 3), (3.5, 1))
     assert list(token_gaps(several)) == [0.5, 0.0, 0.0, 2.0]
     assert first_gap(several) == 0.5
@@ -175,7 +175,7 @@ def test_gaps_of_tokens_that_come_together() -> None:
     assert list(token_gaps(outcome((1.0, 5)))) == []
 
 
-def test_times_count_from_when_a_request_was_due() -> None:
+def test_times_start_when_a_request_was_due() -> None:
     late = RequestOutcome(due=10.0, sent=10.25, ended=12.0, arrivals=[(11.0, 1), (12.0, 1)], tokens=2)
     report = make_report(FRAME, load(concurrency=None, rate=2.0), [late])
     assert report.ttft_ms is not None
@@ -185,7 +185,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
     assert report.client.cpu_share == 0.25
 
 
-def test_only_whole_answers_count() -> None:
+def test_only_complete_answers_count() -> None:
     whole = outcome((1.0, 1), (2.0, 1), (3.0, 1))
     broken = outcome((0.5, 1), due=0.0, error="cut_off")
     report = make_report(FRAME, load(), [whole, broken])

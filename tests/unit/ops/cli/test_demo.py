@@ -1,4 +1,4 @@
-"""`kvferry demo` without its cluster: nothing is started for what cannot be asked, all is stopped after a failure."""
+"""`kvferry demo` with a fake cluster: a wrong question starts nothing, and a failure stops the cluster."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.support.tiny_gguf import write_gguf
 
 @pytest.fixture(autouse=True)
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What became of clusters. Nobody listens where they claim to be."""
+    """Events of fake clusters, whose address refuses connections."""
     events: list[str] = []
 
     @contextlib.contextmanager
@@ -28,15 +28,15 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return events
 
 
-def test_what_cannot_be_asked_is_refused_before_anything_starts(started: list[str], capsys):
+def test_a_question_that_is_too_long_is_rejected_before_the_start(started: list[str], capsys):
     assert main(["demo", "--question", "q" * 3000]) == 2
     out, err = capsys.readouterr()
     assert (out, started) == ("", [])
     assert err.startswith("kvferry demo: error: --question: ")
-    assert err.endswith(" tokens, at most 2048 are taken\n")
+    assert err.endswith(" tokens; at most 2048 are allowed (router.max_input_length)\n")
 
 
-def test_after_a_failure_everything_is_stopped_and_says_so(started: list[str], capsys):
+def test_the_cluster_is_stopped_after_a_failure(started: list[str], capsys):
     assert main(["demo"]) == 1
     out, err = capsys.readouterr()
     assert started == ["started", "stopped"]

@@ -1,4 +1,4 @@
-"""`kvferry doctor`: every subject says something, and nothing that is missing makes it fail."""
+"""`kvferry doctor`: every check reports something, and a missing thing is not a failure."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ from kvferry.ops.cli import findings
 from kvferry.ops.cli.main import main
 
 
-def test_everything_is_looked_at(capsys):
+def test_every_subject_is_reported(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     subjects = {finding["what"] for finding in found}
@@ -29,7 +29,7 @@ def test_everything_is_looked_at(capsys):
     assert all(finding["detail"] for finding in found)
 
 
-def test_people_get_one_line_a_subject(capsys):
+def test_text_output_has_one_line_per_subject(capsys):
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 8
@@ -37,7 +37,7 @@ def test_people_get_one_line_a_subject(capsys):
 
 
 @pytest.mark.skipif(any(probe.available for probe in probe_devices()[:2]), reason="an accelerator is here")
-def test_only_an_accelerator_that_is_in_the_machine_is_missed(tmp_path: Path):
+def test_an_accelerator_is_a_warning_only_if_its_device_files_exist(tmp_path: Path):
     absent = {finding.what: finding for finding in findings.devices(tmp_path)}
     assert all(finding.ok for finding in absent.values())
     assert absent["device npu"].detail == f"none in this machine: no {tmp_path}/davinci[0-9]*"
@@ -49,12 +49,12 @@ def test_only_an_accelerator_that_is_in_the_machine_is_missed(tmp_path: Path):
     assert here == {"device npu": False, "device cuda": False, "device cpu": True}
 
 
-def test_ports_say_which_command_needs_them():
+def test_ports_name_the_command_that_needs_them():
     uses = [finding.detail for finding in findings.ports()]
     assert [("serve needs none" in use) for use in uses] == [False, True, True]
 
 
-def test_no_compiler_is_told(monkeypatch):
+def test_a_missing_compiler_is_reported(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     finding = findings.compiler()
@@ -71,31 +71,31 @@ def test_cpu_features_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("cache", ["/proc/x", "/proc/x/y", "{file}/x", "{file}"])
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch, cache: str):
+def test_a_cache_that_is_not_writable_is_reported(tmp_path: Path, monkeypatch, cache: str):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("KVFERRY_CACHE", cache.format(file=file))
     finding = findings.cache()
     assert not finding.ok
-    assert "cannot be written: " in finding.detail
+    assert "is not writable: " in finding.detail
     assert "KVFERRY_CACHE" in finding.detail
 
 
-def test_looking_at_the_cache_leaves_nothing_there(tmp_path: Path, monkeypatch):
+def test_the_check_of_the_cache_leaves_no_files(tmp_path: Path, monkeypatch):
     for place in (tmp_path, tmp_path / "not" / "yet"):
         monkeypatch.setenv("KVFERRY_CACHE", str(place))
-        assert findings.cache() == findings.Finding("cache", True, f"{place} can be written")
+        assert findings.cache() == findings.Finding("cache", True, f"{place} is writable")
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_not_there_is_told(tmp_path: Path, monkeypatch):
+def test_a_missing_model_is_reported(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     finding = findings.model_cache()
     assert not finding.ok
     assert "kvferry serve" in finding.detail
 
 
-def test_a_port_in_use_is_told(monkeypatch):
+def test_a_port_in_use_is_detected(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -103,7 +103,7 @@ def test_a_port_in_use_is_told(monkeypatch):
     assert findings.is_free(0)
 
 
-def test_native_ops_that_are_not_built_are_told(tmp_path: Path, monkeypatch):
+def test_native_ops_that_are_not_built_are_reported(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     finding = findings.native_ops()
     assert not finding.ok

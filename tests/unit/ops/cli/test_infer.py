@@ -1,4 +1,4 @@
-"""`kvferry infer` against a small HTTP server that answers as the token API does."""
+"""`kvferry infer` against a small HTTP server that speaks the token API."""
 
 import json
 import threading
@@ -37,12 +37,12 @@ STREAM = events({"id": "1", "index": 0, "token_ids": [5]}, {"id": "1", "index": 
 
 
 class Router:
-    """What the server answers, and what it was sent."""
+    """The server's answers, and the last request."""
 
     def __init__(self) -> None:
         self.status = 200
         self.model_status = 200
-        """Of `GET /v2/models/{model}`."""
+        """Status of `GET /v2/models/{model}`."""
         self.unary = json.dumps({"id": "1", "outputs": [{"name": "output0", "shape": [1, 2], "data": [5, 6]}]}).encode()
         self.stream = STREAM
         self.url = ""
@@ -91,7 +91,7 @@ def infer(router: Router, *argv: str) -> int:
     return main(["infer", "--url", router.url, "--model", "m", "--tokens", "1,2", *argv])
 
 
-def test_a_unary_answer_is_shown(router: Router, capsys):
+def test_a_unary_answer_is_printed(router: Router, capsys):
     assert infer(router, "--max-new-tokens", "2") == 0
     assert "ids    [5, 6]\n" in capsys.readouterr().out
     assert router.path == "/v2/models/m/infer"
@@ -102,7 +102,7 @@ def test_a_unary_answer_is_shown(router: Router, capsys):
     }
 
 
-def test_a_streamed_answer_is_shown_with_its_times_and_nodes(router: Router, capsys):
+def test_a_streamed_answer_is_printed_with_times_and_nodes(router: Router, capsys):
     assert infer(router, "--stream") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "5 6 7 "
@@ -125,7 +125,7 @@ def test_json_is_one_object(router: Router, capsys):
     assert (answer["token_ids"], answer["ttft_s"], answer["nodes"]) == ([5, 6], None, None)
 
 
-def test_sampling_flags_become_parameters(router: Router):
+def test_sampling_options_become_parameters(router: Router):
     flags = "--do-sample --temperature 0.5 --top-k 10 --top-p 0.9 --seed 3 --repetition-penalty 1.1 --priority 2"
     assert infer(router, *flags.split(), "--timeout", "9") == 0
     assert router.body["parameters"] == {
@@ -141,7 +141,7 @@ def test_sampling_flags_become_parameters(router: Router):
     }
 
 
-def test_a_first_token_that_is_the_last_has_no_decode_node(router: Router, capsys):
+def test_an_answer_of_one_token_has_no_decode_node(router: Router, capsys):
     ended = END | {"index": 1, "nodes": {"prefill": "p-0", "decode": ""}}
     router.stream = events({"id": "1", "index": 0, "token_ids": [5]}, ended)
     assert infer(router, "--stream") == 0
@@ -152,7 +152,7 @@ def test_a_first_token_that_is_the_last_has_no_decode_node(router: Router, capsy
 
 
 @pytest.mark.parametrize("mode", [[], ["--stream"]])
-def test_a_refusal_is_told_in_the_routers_words(router: Router, capsys, mode):
+def test_a_refusal_is_reported_with_the_routers_text(router: Router, capsys, mode):
     router.status, router.unary = 429, b'{"error": "the queue is full", "error_type": "Too Many Requests"}'
     assert infer(router, *mode) == 1
     assert capsys.readouterr().err == "kvferry infer: error: 429 Too Many Requests: the queue is full\n"
@@ -161,12 +161,12 @@ def test_a_refusal_is_told_in_the_routers_words(router: Router, capsys, mode):
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        (events({"id": "1", "index": 0, "token_ids": [5]}), "ended after 1 token without saying why"),
-        (events({"id": "1", "index": 1, "token_ids": [5]}), "went from index 0 to 1"),
+        (events({"id": "1", "index": 0, "token_ids": [5]}), "ended after 1 token without a finish_reason"),
+        (events({"id": "1", "index": 1, "token_ids": [5]}), "jumped from index 0 to 1"),
         (events({"error": "lost", "error_type": "Incomplete Generation", "finish_reason": "error"}), "after 0 tokens"),
-        (events({"id": "1", "index": 0, "token_ids": ["5"]}), "something else than token ids"),
-        (b"data: {\n\n", "not an event"),
-        (b"data: 5\n\n", "not an event"),
+        (events({"id": "1", "index": 0, "token_ids": ["5"]}), "something other than token ids"),
+        (b"data: {\n\n", "expected an event"),
+        (b"data: 5\n\n", "expected an event"),
         (b"", "ended after 0 tokens"),
     ],
 )
@@ -179,19 +179,19 @@ def test_a_broken_stream_is_an_error(router: Router, capsys, stream, words):
 
 
 @pytest.mark.parametrize("answer", [b"", b"[]", b'{"outputs": []}', b'{"outputs": [{"data": 5}]}'])
-def test_what_is_no_answer_is_an_error(router: Router, capsys, answer):
+def test_an_invalid_answer_is_an_error(router: Router, capsys, answer):
     router.unary = answer
     assert infer(router) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_no_router_is_an_error(router: Router, capsys):
+def test_an_unreachable_router_is_an_error(router: Router, capsys):
     assert main(["infer", "--url", "http://127.0.0.1:1", "--model", "m", "--tokens", "1"]) == 1
     err = capsys.readouterr().err
     assert err == "kvferry infer: error: http://127.0.0.1:1: Connection refused\n"
 
 
-def test_text_without_a_tokenizer_is_wrong_use(router: Router, capsys, tmp_path, monkeypatch):
+def test_text_without_a_tokenizer_is_a_usage_error(router: Router, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     assert main(["infer", "--url", router.url, "--model", "m", "--text", "hi"]) == 2
     assert "--tokenizer" in capsys.readouterr().err
@@ -205,22 +205,22 @@ def test_only_the_small_model_has_a_tokenizer_by_default(router: Router, capsys,
         file.truncate(model_store.GGUF_BYTES)
     assert main(["infer", "--url", router.url, "--model", "llama", "--text", "hi"]) == 2
     assert capsys.readouterr().err == (
-        "kvferry infer: error: --text needs the tokenizer of model llama: "
-        "--tokenizer PATH names a HuggingFace directory or a GGUF file of it\n"
+        "kvferry infer: error: --text requires the tokenizer of model llama: "
+        "name its HuggingFace directory or GGUF file with --tokenizer PATH\n"
     )
     assert main(["infer", "--url", router.url, "--model", model_store.MODEL_NAME, "--text", "hi"]) == 2
-    assert str(path) in capsys.readouterr().err, "its tokenizer is taken; here it is damaged"
+    assert str(path) in capsys.readouterr().err, "its tokenizer is used; here it is damaged"
     assert router.body == {}
 
 
-def test_text_for_the_small_model_says_how_to_get_its_tokenizer(router: Router, capsys, tmp_path, monkeypatch):
+def test_text_for_the_small_model_names_the_command_that_fetches_it(router: Router, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     for url in (router.url, "http://127.0.0.1:1"):
         assert main(["infer", "--url", url, "--model", model_store.MODEL_NAME, "--text", "hi"]) == 2
-        assert "`make model`, or python -m kvferry.ops.model_store, fetches that model" in capsys.readouterr().err
+        assert "fetch the model with python -m kvferry.ops.model_store" in capsys.readouterr().err
 
 
-def test_text_for_a_model_that_the_server_does_not_know_says_that(router: Router, capsys, tmp_path, monkeypatch):
+def test_text_for_an_unknown_model_reports_the_servers_error(router: Router, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     router.model_status, router.unary = 404, b'{"error": "known models: m", "error_type": "NotFoundError"}'
     assert main(["infer", "--url", router.url, "--model", "llama", "--text", "hi"]) == 2
@@ -230,14 +230,14 @@ def test_text_for_a_model_that_the_server_does_not_know_says_that(router: Router
     assert "--tokenizer PATH" in capsys.readouterr().err
 
 
-def test_https_to_a_server_without_it_is_told(router: Router, capsys):
+def test_https_to_a_plain_http_server_is_reported(router: Router, capsys):
     url = router.url.replace("http", "https")
     assert main(["infer", "--url", url, "--model", "m", "--tokens", "1"]) == 2
-    assert capsys.readouterr().err == f"kvferry infer: error: {url}: this server speaks http, not https\n"
+    assert capsys.readouterr().err == f"kvferry infer: error: {url}: the server speaks http, not https\n"
 
 
-@pytest.mark.parametrize(("option", "words"), [("--text", "--text: it is empty"), ("--tokens", "--tokens: expected")])
-def test_an_empty_prompt_is_wrong_use(router: Router, capsys, tmp_path, option, words):
+@pytest.mark.parametrize(("option", "words"), [("--text", "--text is empty"), ("--tokens", "--tokens: expected")])
+def test_an_empty_prompt_is_a_usage_error(router: Router, capsys, tmp_path, option, words):
     write_gguf(tmp_path / "m.gguf")
     tokenizer = ["--tokenizer", str(tmp_path / "m.gguf")]
     assert main(["infer", "--url", router.url, "--model", "m", option, "", *tokenizer]) == 2
@@ -245,19 +245,19 @@ def test_an_empty_prompt_is_wrong_use(router: Router, capsys, tmp_path, option, 
     assert router.body == {}
 
 
-def test_a_limit_of_the_server_is_told(router: Router, capsys):
+def test_a_limit_of_the_server_is_reported(router: Router, capsys):
     router.stream = STREAM.replace(b'"stop"', b'"length"')
     assert infer(router, "--stream", "--max-new-tokens", "100000") == 0
     out = capsys.readouterr().out
     assert "tokens 3 of at most 100000 in " in out
-    assert "note   100000 were asked for; this server's limit is lower\n" in out
+    assert "note   100000 were requested; this server's limit is lower\n" in out
     assert infer(router, "--stream", "--max-new-tokens", "3") == 0
     assert "note" not in capsys.readouterr().out
     assert infer(router, "--max-new-tokens", "9") == 0
-    assert "tokens 2 of at most 9 in " in capsys.readouterr().out, "a unary answer does not say why it ended"
+    assert "tokens 2 of at most 9 in " in capsys.readouterr().out, "a unary answer has no finish_reason"
 
 
-def test_text_that_was_streamed_is_not_shown_again(router: Router, capsys, tmp_path):
+def test_streamed_text_is_not_printed_again(router: Router, capsys, tmp_path):
     write_gguf(tmp_path / "m.gguf")
     assert infer(router, "--stream", "--tokenizer", str(tmp_path / "m.gguf")) == 0
     assert not any(line.startswith("text ") for line in capsys.readouterr().out.splitlines())
@@ -285,19 +285,19 @@ def words_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(backend, SpecialTokens(), template)
 
 
-def test_a_question_goes_into_the_chat_template():
+def test_the_chat_template_wraps_a_question():
     assert chat_prompt(words_tokenizer(), "hello you") == [1, 3, 4, 2]
 
 
 @pytest.mark.parametrize(
     "template", [None, "{% if %}", "{{ messages.__class__.__mro__ }}{{ ().__class__.x }}{{ 1/0 }}"]
 )
-def test_a_template_that_does_not_work_is_told(template):
+def test_a_broken_template_is_an_error(template):
     with pytest.raises(KvferryError, match="chat template"):
         chat_prompt(words_tokenizer(template), "hello")
 
 
-def test_text_streams_as_it_comes(router: Router, capsys):
+def test_text_is_printed_as_it_arrives(router: Router, capsys):
     tokenizer = words_tokenizer()
     with TokenClient(router.url, "m") as client:
         answer = show_stream(client, [1], {}, tokenizer)
@@ -305,7 +305,7 @@ def test_text_streams_as_it_comes(router: Router, capsys):
     assert answer_lines(answer, tokenizer.decode(answer.token_ids), 3)[0] == "text   'three four five'"
 
 
-def test_a_stream_that_breaks_ends_its_line(router: Router, capsys):
+def test_a_broken_stream_ends_its_line(router: Router, capsys):
     router.stream = events({"id": "1", "index": 0, "token_ids": [5, 6]})
     assert infer(router, "--stream") == 1
     assert capsys.readouterr().out == "5 6 \n"
@@ -314,6 +314,6 @@ def test_a_stream_that_breaks_ends_its_line(router: Router, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_one_token_has_no_time_between_tokens():
+def test_one_token_has_no_tpot():
     lines = answer_lines(TokenAnswer([5], 0.5, ttft_s=0.25), None, 1)
     assert lines == ["ids    [5]", "tokens 1 of at most 1 in 0.500 s", "TTFT   250.0 ms"]

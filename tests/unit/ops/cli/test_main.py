@@ -1,4 +1,4 @@
-"""Exit codes, and one clear line on stderr instead of a traceback."""
+"""Exit codes, and one line on stderr in place of a traceback."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["infer", "--model", "m", "--tokens", "1,a"], "--tokens: expected integers"),
         (["infer", "--model", "m", "--tokens", "1,-1"], "--tokens: expected ids from 0 to 4294967295, got -1"),
         (["infer", "--model", "m", "--tokens", f"{2**70}"], "--tokens: expected ids from 0 to 4294967295, got 118"),
-        (["infer", "--model", "m", "--tokens", "1", "--chat"], "kvferry infer: error: --chat: needs --text"),
+        (["infer", "--model", "m", "--tokens", "1", "--chat"], "kvferry infer: error: --chat requires --text"),
         (
             ["infer", "--model", "m", "--tokens", "1", "--top-k", "0"],
             "argument --top-k: expected a whole number",
@@ -60,7 +60,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["infer", "--model", "m", "--tokens", "1", "--no-do-sample", "--top-p", "1"], "--top-p: has no effect with"),
         (["infer", "--model", "m", "--tokens", "1", "--url", "127.0.0.1:1025"], "--url: expected http://host:port"),
         (["demo", "--max-new-tokens", "0"], "argument --max-new-tokens: expected a whole number from 1 to"),
-        (["bench", "engine", "--peer-python", "python3"], "--peer-python: needs --peers"),
+        (["bench", "engine", "--peer-python", "python3"], "--peer-python requires --peers"),
         (["serve", "--bogus"], "kvferry serve: error: unrecognized arguments: --bogus (see kvferry serve --help)"),
         (["bench", "engine", "--bogus"], "kvferry bench engine: error: unrecognized arguments: --bogus"),
         (["bench", "engine", "--tp", "0"], "kvferry bench engine: error: argument --tp: expected at least 1, got 0"),
@@ -72,7 +72,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
         (["keys", "public", "/no/such/file"], "kvferry keys public: error: FILE: /no/such/file"),
     ],
 )
-def test_wrong_use_is_told_on_one_line_and_ends_with_2(capsys, argv, words):
+def test_a_usage_error_is_one_line_and_exit_code_2(capsys, argv, words):
     code, out, err = run(capsys, *argv)
     assert code == 2
     assert out == ""
@@ -90,17 +90,17 @@ def test_wrong_use_is_told_on_one_line_and_ends_with_2(capsys, argv, words):
         (("bench", "perplexity", "--model"), "--model"),
     ],
 )
-def test_a_path_that_is_not_there_is_wrong_use(capsys, tmp_path: Path, monkeypatch, words, option):
+def test_a_missing_path_is_a_usage_error(capsys, tmp_path: Path, monkeypatch, words, option):
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "TORCH_DEVICE_BACKEND_AUTOLOAD"):
         monkeypatch.setenv(variable, "1")
     missing = tmp_path / "none"
     assert main([*words, str(missing)]) == 2
     out, err = capsys.readouterr()
     command = " ".join(words[: 2 if words[0] == "bench" else 1])
-    assert (out, err) == ("", f"kvferry {command}: error: {option}: {missing} is not there\n")
+    assert (out, err) == ("", f"kvferry {command}: error: {option}: {missing} does not exist\n")
 
 
-def test_what_is_no_model_is_told_before_anything_is_started(capsys, tmp_path: Path, monkeypatch):
+def test_a_path_without_a_model_is_rejected_before_the_start(capsys, tmp_path: Path, monkeypatch):
     started: list[object] = []
     monkeypatch.setattr("kvferry.ops.launcher.serve.serve", started.append)
     code, out, err = run(capsys, "serve", "--model", str(tmp_path))
@@ -108,7 +108,7 @@ def test_what_is_no_model_is_told_before_anything_is_started(capsys, tmp_path: P
     assert err == f"kvferry serve: error: config.json is missing in {tmp_path}\n"
 
 
-def test_a_fault_of_our_own_shows_no_traceback_unless_wanted(capsys, monkeypatch):
+def test_a_bug_prints_a_traceback_only_in_debug_mode(capsys, monkeypatch):
     monkeypatch.delenv("KVFERRY_DEBUG", raising=False)
     try:
         raise RuntimeError("two\nlines")
@@ -138,17 +138,17 @@ def test_a_fault_of_our_own_shows_no_traceback_unless_wanted(capsys, monkeypatch
         (ExceptionGroup("g", [KvferryError("inner")]), 1, "inner"),
     ],
 )
-def test_errors_have_their_code_and_text(capsys, error, code, text):
+def test_exit_code_and_text_of_each_error(capsys, error, code, text):
     assert report(error, "kvferry x", debug=False) == code
     assert capsys.readouterr().err == f"kvferry x: error: {text}\n"
 
 
-def test_an_interruption_is_no_error(capsys):
+def test_an_interrupt_is_not_an_error(capsys):
     assert report(KeyboardInterrupt(), "kvferry demo", debug=False) == 1
     assert capsys.readouterr().err == "kvferry demo: interrupted\n"
 
 
-def test_the_version_is_told(capsys):
+def test_version_is_printed(capsys):
     code, out, _ = run(capsys, "--version")
     assert code == 0
     assert out.startswith("kvferry ")
@@ -176,14 +176,14 @@ def test_every_command_has_help(capsys):
         assert "--" in capsys.readouterr().out
 
 
-def test_the_command_line_loads_nothing_heavy():
+def test_the_command_line_imports_no_heavy_packages():
     heavy = {"torch", "numpy", "zmq", "falcon", "httpx", "tokenizers", "jinja2", "transformers"}
-    code = f"import sys, ops.cli.main; print(sorted({heavy!r} & set(sys.modules)))"
+    code = f"import sys, kvferry.ops.cli.main; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     command = [sys.executable, "-m", "kvferry.ops.cli.main", "serve", "--print-config"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Commands of modules: `--help` tells, does nothing else, and needs none of the packages that only tests have."""
+"""`python -m MODULE --help` prints usage only, and needs none of the packages that only tests or nodes have."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ runpy.run_module(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_help_is_quick_and_does_nothing(module: str) -> None:
+def test_help_imports_no_heavy_packages(module: str) -> None:
     command = (sys.executable, "-c", RUN_WITHOUT, module)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,14 +1,11 @@
-"""Options of `kvferry infer` against the rules of the router: neither lets through what the other refuses."""
+"""The options of `kvferry infer` accept exactly the values that the router accepts."""
 
 import argparse
 import math
 
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    RequestInvalidError,
-)
+from kvferry.common.base.errors import ConfigError, RequestInvalidError
 from kvferry.ops.cli.sampling import _OPTIONS, Parameters, add_sampling_options, new_tokens, sampling_parameters
 from kvferry.router.http.parameters import SEED_MAX, read_parameters
 
@@ -23,10 +20,10 @@ def parsed(*words: str) -> Parameters:
     return sampling_parameters(parser.parse_args(words))
 
 
-def router_takes(name: str, text: str) -> bool:
+def router_accepts(name: str, text: str) -> bool:
     value = float(text) if text in NUMBERS else int(text)
     if isinstance(value, float) and not math.isfinite(value):
-        return False  # JSON has none
+        return False  # not in JSON
     try:
         read_parameters({name: value}, "parameters")
     except RequestInvalidError:
@@ -34,7 +31,7 @@ def router_takes(name: str, text: str) -> bool:
     return True
 
 
-def option_takes(name: str, text: str) -> bool:
+def option_accepts(name: str, text: str) -> bool:
     try:
         KINDS[name](text)
     except argparse.ArgumentTypeError:
@@ -43,18 +40,18 @@ def option_takes(name: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_option_takes_what_the_router_takes(name: str):
+def test_an_option_accepts_what_the_router_accepts(name: str):
     for text in VALUES + NUMBERS:
-        assert option_takes(name, text) == router_takes(name, text), text
+        assert option_accepts(name, text) == router_accepts(name, text), text
 
 
-def test_only_what_is_given_is_sent():
+def test_only_given_options_are_sent():
     assert parsed() == {"max_new_tokens": 20}
     assert parsed("--no-do-sample", "--seed", "3") == {"max_new_tokens": 20, "do_sample": False, "seed": 3}
     assert parsed("--do-sample", "--top-k", "3")["do_sample"] is True
 
 
 @pytest.mark.parametrize("option", ["--temperature", "--top-k", "--top-p"])
-def test_what_would_have_no_effect_is_refused(option: str):
+def test_an_option_without_effect_is_rejected(option: str):
     with pytest.raises(ConfigError, match=f"{option}: has no effect with --no-do-sample"):
         parsed("--no-do-sample", option, "1")

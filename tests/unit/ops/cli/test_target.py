@@ -1,19 +1,11 @@
-"""URLs of servers as a user types them, and whose fault a refusal is."""
+"""URLs of servers, and the error class of a refusal or a failed connection."""
 
 import ssl
 
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    RequestInvalidError,
-)
-from kvferry.ops.cli.target import (
-    Target,
-    parse_url,
-    refusal,
-    why_unreachable,
-)
+from kvferry.common.base.errors import ConfigError, RequestInvalidError
+from kvferry.ops.cli.target import Target, parse_url, refusal, why_unreachable
 
 
 @pytest.mark.parametrize(
@@ -25,7 +17,7 @@ from kvferry.ops.cli.target import (
         ("http://[::1]:7", Target("::1", 7, False, ""), "[::1]:7"),
     ],
 )
-def test_a_url(url: str, target: Target, authority: str):
+def test_valid_urls(url: str, target: Target, authority: str):
     assert parse_url(url) == target
     assert target.authority == authority
 
@@ -38,7 +30,7 @@ def test_a_url(url: str, target: Target, authority: str):
         f"http://{'a' * 70}",
     ],
 )  # fmt: skip
-def test_what_is_no_url(url: str):
+def test_invalid_urls(url: str):
     with pytest.raises(ConfigError, match="--url: expected http://host:port, got "):
         parse_url(url)
 
@@ -47,11 +39,11 @@ def test_what_is_no_url(url: str):
     ("status", "is_invalid"),
     [(400, True), (404, True), (413, True), (422, True), (408, False), (429, False), (503, False)],
 )
-def test_whose_fault_a_refusal_is(status: int, is_invalid: bool):
+def test_error_class_of_a_refusal(status: int, is_invalid: bool):
     assert isinstance(refusal(status, "text"), RequestInvalidError) == is_invalid
 
 
-def test_words_of_tls_are_not_those_of_its_source():
+def test_tls_errors_name_no_source_lines():
     untrusted = ssl.SSLCertVerificationError(
         1, "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed (_ssl.c:1006)"
     )

@@ -1,4 +1,4 @@
-"""Which children a cluster has and what they are given; gunicorn's settings."""
+"""The children of a cluster, their configuration, and gunicorn's settings."""
 
 import runpy
 import signal
@@ -33,7 +33,7 @@ def served(*settings: str, run_dir: Path = RUN_DIR) -> ClusterConfig:
     return serve_config(load_set(*settings), run_dir, model_path="/m/a.gguf", name="a", port=1234, host=host)
 
 
-def test_all_open_choices_are_made_for_the_children():
+def test_the_childrens_configuration_is_resolved():
     config = served()
     assert (config.model.path, config.model.name, config.router.port) == ("/m/a.gguf", "a", 1234)
     assert config.discovery.announce_to == (config.discovery.proxy_nodes,)
@@ -49,29 +49,29 @@ def test_all_open_choices_are_made_for_the_children():
         ((), model_store.MODEL_NAME),
     ],
 )
-def test_a_router_by_itself_knows_the_models_name_though_its_files_are_elsewhere(settings: tuple[str, ...], name: str):
+def test_a_router_knows_the_models_name_without_its_files(settings: tuple[str, ...], name: str):
     config = router_config(load_set(*settings), 1234)
     assert (config.model.name, config.router.port) == (name, 1234)
 
 
-def test_nodes_share_the_memory_that_their_caches_leave():
+def test_nodes_share_the_memory_beyond_their_kv_caches():
     caches = ("prefill.kv_cache_bytes=1073741824", "decode.kv_cache_bytes=2147483648", "serve.decode=2")
     assert served(*caches).node.model_memory_bytes == (5 << 30) // 3
     assert served(*caches, "node.model_memory_bytes=5").node.model_memory_bytes == 5
     assert served("node.kv_cache_bytes=21474836480").node.model_memory_bytes == 1
 
 
-def test_drains_keep_within_the_stop_bound():
+def test_drains_are_capped_by_the_stop_bound():
     timers = served("serve.stop_timeout_s=20", "timers.node_drain_s=7").timers
     assert (timers.worker_drain_s, timers.node_drain_s) == (20, 7)
 
 
-def test_endpoints_that_the_user_chose_stay():
+def test_configured_endpoints_are_kept():
     chosen = served("discovery.proxy_nodes=tcp://127.0.0.1:7", "discovery.announce_to=['tcp://127.0.0.1:7']").discovery
     assert chosen.proxy_nodes == "tcp://127.0.0.1:7"
 
 
-def test_a_cluster_is_a_proxy_a_router_and_its_nodes():
+def test_a_cluster_has_a_proxy_a_router_and_nodes():
     config = served("serve.prefill=2", "serve.decode=1")
     children = cluster_children(config, FILE, RUN_DIR, 5)
     assert [(child.plan.name, child.plan.stage) for child in children] == [
@@ -97,14 +97,14 @@ def test_a_cluster_is_a_proxy_a_router_and_its_nodes():
         ),
     ],
 )
-def test_unsplit_nodes_stand_in_place_of_split_ones_or_beside_them(settings: tuple[str, ...], names: list[str]):
-    """They stop with the decode nodes: prefill nodes hand over to them until then."""
+def test_colocated_nodes_replace_other_nodes_or_are_added(settings: tuple[str, ...], names: list[str]):
+    """They stop with the decode nodes: prefill nodes hand requests over to them until then."""
     nodes = cluster_children(served(*settings), FILE, RUN_DIR, 5)[2:]
     assert [child.plan.name for child in nodes] == names
     assert {child.plan.stage for child in nodes if child.plan.name.startswith("colocated")} == {Stage.DECODE}
 
 
-def test_a_child_may_take_longer_to_stop_than_its_drain():
+def test_the_stop_bound_of_a_child_exceeds_its_drain():
     config = served("serve.stop_timeout_s=20")
     for child in cluster_children(config, FILE, RUN_DIR, 5):
         drain_s = {Stage.ROUTER: 20, Stage.PREFILL: 20, Stage.DECODE: 20, Stage.PROXY: 0}[child.plan.stage]
@@ -120,18 +120,18 @@ def test_gunicorn_gets_the_listening_socket_and_an_empty_metrics_directory():
     assert router.death_signal == signal.SIGKILL
 
 
-def test_without_a_proxy_there_is_only_gunicorn():
+def test_without_proxy_endpoints_there_is_only_gunicorn():
     config = load_set("discovery.proxy_nodes=''", "router.nodes=['tcp://127.0.0.1:7']")
     assert [child.plan.name for child in router_children(config, FILE, RUN_DIR, 5)] == ["router"]
 
 
-def test_restarts_wait_as_configured():
+def test_restart_limits_are_configurable():
     limits = restart_limits(load_set("serve.restart_min_s=1", "serve.restart_max_s=2", "serve.healthy_after_s=3"))
     assert (limits.min_s, limits.max_s, limits.healthy_after_s) == (1, 2, 3)
 
 
 @pytest.mark.parametrize(("host", "bind"), [("0.0.0.0", "0.0.0.0:8000"), ("::1", "[::1]:8000")])
-def test_gunicorn_is_set_up_from_the_clusters_file(tmp_path: Path, monkeypatch, host: str, bind: str):
+def test_gunicorn_is_configured_from_the_clusters_file(tmp_path: Path, monkeypatch, host: str, bind: str):
     file = tmp_path / "cluster.toml"
     file.write_text(config_as_toml(load_set(f"router.host='{host}'", "router.port=8000", "router.workers=3")))
     monkeypatch.setenv(CONFIG_ENV, str(file))

@@ -1,4 +1,4 @@
-"""What the launcher decides, with a clock driven by hand."""
+"""The launcher's state machine, with a manual clock."""
 
 import signal
 
@@ -16,12 +16,12 @@ from kvferry.ops.launcher.core import (
     FinishLaunch,
     KillChild,
     LauncherCore,
+    LogLine,
     Phase,
     ReadySeen,
     Stage,
     StartChild,
     StopRequested,
-    Tell,
     TerminateChild,
     Tick,
 )
@@ -38,26 +38,26 @@ PLANS = [
 
 
 class Launcher:
-    """A core with its clock; checks its invariants after every event and keeps the talk apart."""
+    """A core with its clock; checks invariants after every event and collects the log lines separately."""
 
     def __init__(self, plans=PLANS):
         self.core = LauncherCore(plans, LIMITS)
         self.clock = ManualClock()
-        self.told: list[str] = []
-        self.begun = self.core.begin(self.clock.now())
+        self.log: list[str] = []
+        self.first_actions = self.core.begin(self.clock.now())
 
     def send(self, event: Event):
         actions = self.core.handle(event, self.clock.now())
         self.core.check_invariants()
-        self.told += [action.text for action in actions if isinstance(action, Tell)]
-        return [action for action in actions if not isinstance(action, Tell)]
+        self.log += [action.text for action in actions if isinstance(action, LogLine)]
+        return [action for action in actions if not isinstance(action, LogLine)]
 
     def tick(self, seconds: float):
         self.clock.advance(seconds)
         return self.send(Tick())
 
 
-def test_a_wait_doubles_with_every_quick_death_and_starts_again_after_a_long_life():
+def test_the_restart_delay_doubles_with_quick_deaths_and_is_reset_by_a_long_run():
     policy, clock, waits = RestartPolicy(LIMITS), ManualClock(), []
     for lived_s in (1, 1, 1, 1, 1, 10, 1):
         policy.started(clock.now())
@@ -67,28 +67,28 @@ def test_a_wait_doubles_with_every_quick_death_and_starts_again_after_a_long_lif
     assert waits == [0.5, 1.0, 2.0, 4.0, 4.0, 0.5, 1.0]
 
 
-def test_many_deaths_do_not_overflow():
+def test_many_deaths_do_not_overflow_the_delay():
     policy = RestartPolicy(LIMITS)
     for _ in range(5000):
         policy.started(0.0)
         assert policy.died(0.0) <= LIMITS.max_s
 
 
-def test_a_death_without_a_start_is_a_bug():
+def test_an_exit_without_a_start_violates_an_invariant():
     with pytest.raises(InvariantError):
         RestartPolicy(LIMITS).died(0.0)
 
 
-def test_all_start_at_once_and_ready_is_told_once():
+def test_all_children_start_together_and_ready_is_announced_once():
     launcher = Launcher()
-    assert launcher.begun == [StartChild(plan.name) for plan in PLANS]
+    assert launcher.first_actions == [StartChild(plan.name) for plan in PLANS]
     assert launcher.send(ReadySeen()) == [AnnounceReady()]
     assert launcher.send(ReadySeen()) == []
     assert launcher.core.next_wakeup() is None
 
 
 @pytest.mark.parametrize("code", [0, 1, -9])
-def test_a_child_that_dies_in_service_starts_again_after_its_wait(code: int):
+def test_a_child_that_exits_in_service_is_restarted_after_its_delay(code: int):
     launcher = Launcher()
     launcher.send(ReadySeen())
     launcher.clock.advance(60)
@@ -99,7 +99,7 @@ def test_a_child_that_dies_in_service_starts_again_after_its_wait(code: int):
     assert launcher.core.next_wakeup() is None
 
 
-def test_a_child_that_cannot_start_ends_everything_with_its_own_words():
+def test_a_child_that_cannot_start_ends_the_cluster_with_its_error():
     launcher = Launcher()
     assert launcher.send(ChildExited("prefill-0", 1, "no such file")) == [TerminateChild("router")]
     assert launcher.send(ChildExited("router", 0)) == [TerminateChild("decode-0"), TerminateChild("decode-1")]
@@ -109,62 +109,62 @@ def test_a_child_that_cannot_start_ends_everything_with_its_own_words():
     assert launcher.core.phase is Phase.OVER
 
 
-def test_why_children_could_not_start_is_told_once_and_without_their_commands_names():
+def test_an_error_that_children_share_is_reported_once_without_command_names():
     launcher = Launcher([PLANS[2], *PLANS[3:]])
     launcher.send(ChildExited("prefill-0", 2, "kvferry prefill: error: a.b: wrong"))
     launcher.send(ChildExited("decode-0", 2, "kvferry decode: error: a.b: wrong"))
     end = launcher.send(ChildExited("decode-1", 2, "kvferry decode: error: another"))
     assert end == [FinishLaunch("prefill-0 could not start: a.b: wrong", True)]
-    assert launcher.told == ["decode-1: another"]
+    assert launcher.log == ["decode-1: another"]
 
 
-def test_why_a_child_ended_in_service_or_on_the_way_out_is_told():
+def test_the_error_of_a_child_in_service_or_during_the_stop_is_logged():
     launcher = Launcher([PLANS[3], PLANS[4]])
     launcher.send(ReadySeen())
     launcher.send(ChildExited("decode-0", 1, "kvferry decode: error: lost"))
-    assert launcher.told == ["decode-0 ended with code 1: lost; starting it again in 0.5 s"]
+    assert launcher.log == ["decode-0 exited with code 1: lost; restarting it in 0.5 s"]
     launcher.send(StopRequested())
     launcher.send(ChildExited("decode-1", 1, "kvferry decode: error: stuck"))
-    assert launcher.told[-1] == "decode-1: stuck"
+    assert launcher.log[-1] == "decode-1: stuck"
 
 
-def test_a_child_that_finds_the_configuration_wrong_says_so_by_its_code():
+def test_exit_code_2_of_a_child_means_a_wrong_configuration():
     launcher = Launcher([PLANS[1]])
     assert launcher.send(ChildExited("router", 2, "a.b: wrong")) == [
         FinishLaunch("router could not start: a.b: wrong", True)
     ]
 
 
-def test_a_child_that_is_killed_while_starting_gets_some_more_chances():
+def test_a_child_that_is_killed_while_starting_is_retried_some_times():
     launcher = Launcher([PLANS[1]])
     for _ in range(4):
         assert launcher.send(ChildExited("router", -9)) == []
         assert launcher.tick(4.0) == [StartChild("router")]
-    assert launcher.send(ChildExited("router", -9)) == [FinishLaunch("router could not start: was ended by signal 9")]
+    assert launcher.send(ChildExited("router", -9)) == [FinishLaunch("router could not start: was killed by signal 9")]
 
 
-def test_what_a_cut_file_does_is_told_in_words():
+def test_a_sigbus_is_explained():
     launcher = Launcher()
     launcher.send(ReadySeen())
     launcher.send(ChildExited("decode-0", -signal.SIGBUS))
-    words = "was ended by SIGBUS: a file that it maps, a weights file perhaps, was cut while it was in use"
-    assert words in launcher.told[-1]
+    assert "was killed by SIGBUS: a file that it maps (weights?) was truncated while in use" in launcher.log[-1]
 
 
+@pytest.mark.rule(37)
 def test_an_orderly_stop_goes_router_prefill_decode_proxy():
     launcher = Launcher()
     launcher.send(ReadySeen())
     assert launcher.send(StopRequested()) == [TerminateChild("router")]
     assert launcher.send(ChildExited("router", 0)) == [TerminateChild("prefill-0")]
     assert launcher.send(ChildExited("decode-1", -11)) == [], (
-        "a crash of a later stage is neither mended nor waited for"
+        "a child of a later stage that crashes is not restarted, and not waited for"
     )
     assert launcher.send(ChildExited("prefill-0", 0)) == [TerminateChild("decode-0")]
     assert launcher.send(ChildExited("decode-0", 0)) == [TerminateChild("proxy")]
     assert launcher.send(ChildExited("proxy", 0)) == [FinishLaunch("")]
 
 
-def test_what_does_not_stop_in_time_is_killed_and_the_rest_goes_on():
+def test_a_child_that_does_not_stop_in_time_is_killed_and_the_stop_continues():
     launcher = Launcher()
     launcher.send(StopRequested())
     assert launcher.core.next_wakeup() == 30
@@ -174,17 +174,17 @@ def test_what_does_not_stop_in_time_is_killed_and_the_rest_goes_on():
     assert launcher.send(ChildExited("router", -9)) == [TerminateChild("prefill-0")]
 
 
-def test_a_second_request_kills_all_and_a_third_changes_nothing():
+def test_a_second_stop_request_kills_all_and_a_third_does_nothing():
     launcher = Launcher()
     launcher.send(StopRequested())
     assert launcher.send(StopRequested()) == [KillChild(plan.name) for plan in PLANS]
     assert launcher.send(StopRequested()) == []
     for plan in PLANS[:-1]:
         assert launcher.send(ChildExited(plan.name, -9)) == []
-    assert launcher.send(ChildExited("decode-1", -9)) == [FinishLaunch("stopped at once, before all had drained")]
+    assert launcher.send(ChildExited("decode-1", -9)) == [FinishLaunch("stopped before all children had drained")]
 
 
-def test_a_stop_cancels_a_restart_that_is_due():
+def test_a_stop_cancels_pending_restarts():
     launcher = Launcher()
     launcher.send(ReadySeen())
     launcher.send(ChildExited("router", -9))
@@ -192,27 +192,27 @@ def test_a_stop_cancels_a_restart_that_is_due():
     assert TerminateChild("router") not in launcher.tick(10)
 
 
-def test_ready_on_the_way_out_is_not_told():
+def test_ready_is_not_announced_during_a_stop():
     launcher = Launcher()
     launcher.send(StopRequested())
     assert launcher.send(ReadySeen()) == []
 
 
-def test_an_end_that_comes_twice_is_a_bug():
+def test_a_second_exit_violates_an_invariant():
     launcher = Launcher()
     launcher.send(ChildExited("router", -9))
     with pytest.raises(InvariantError):
         launcher.send(ChildExited("router", -9))
 
 
-def test_two_children_of_one_name_are_a_bug():
+def test_two_children_with_one_name_violate_an_invariant():
     with pytest.raises(InvariantError):
         LauncherCore([PLANS[0], PLANS[0]], LIMITS)
 
 
 @given(st.lists(st.integers(0, 9), max_size=60))
-def test_whatever_happens_every_child_is_gone_at_the_end(choices: list[int]):
-    """A random story, then a stop: Finish comes exactly once, when nothing runs, and nothing starts after the stop."""
+def test_after_any_events_no_child_runs_at_the_end(choices: list[int]):
+    """Random events, then a stop: FinishLaunch comes exactly once, with no child running, and none starts after it."""
     launcher = Launcher()
     running = {plan.name for plan in PLANS}
     finished: list[FinishLaunch] = []

@@ -1,4 +1,4 @@
-"""Metrics files have their room before they are mapped; a worker without room for them serves all the same."""
+"""Metrics files have their disk space reserved before they are mapped; a worker without space serves nevertheless."""
 
 import os
 import subprocess
@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.ops.launcher.metrics_files import KINDS, RESERVED_BYTES, VARIABLE, forget_gauges, reserve_metrics_files
+from kvferry.ops.launcher.metrics_files import (
+    KINDS,
+    METRICS_DIR_ENV,
+    RESERVED_BYTES,
+    forget_gauges,
+    reserve_metrics_files,
+)
 
 _WORKER = """
 import os, sys
@@ -29,12 +35,12 @@ print(metrics.reads_files)
 
 
 def run_worker(directory: Path, models: int) -> str:
-    environment = {**os.environ, VARIABLE: str(directory)}
+    environment = {**os.environ, METRICS_DIR_ENV: str(directory)}
     command = [sys.executable, "-c", _WORKER, str(models)]
     return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout.decode().strip()
 
 
-def test_no_file_is_sparse_nor_grows_with_twenty_models(tmp_path: Path):
+def test_no_file_is_sparse_or_grows_with_twenty_models(tmp_path: Path):
     assert run_worker(tmp_path, 20) == "True"
     files = sorted(tmp_path.iterdir())
     assert sorted(file.name.rpartition("_")[0] for file in files) == sorted(KINDS)
@@ -43,11 +49,11 @@ def test_no_file_is_sparse_nor_grows_with_twenty_models(tmp_path: Path):
         assert file.stat().st_blocks * 512 >= RESERVED_BYTES
 
 
-def test_without_room_there_are_no_files_and_no_death(tmp_path: Path):
+def test_a_worker_without_space_serves_without_files(tmp_path: Path):
     assert run_worker(tmp_path / "nowhere", 1) == "False"
 
 
-def test_what_was_reserved_in_part_is_given_back(
+def test_a_partial_reservation_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     reserved = []
@@ -58,17 +64,17 @@ def test_what_was_reserved_in_part_is_given_back(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full_at_the_third)
-    environ = {VARIABLE: str(tmp_path), "OTHER": "x"}
+    environ = {METRICS_DIR_ENV: str(tmp_path), "OTHER": "x"}
     reserve_metrics_files(environ, 5)
     assert environ == {"OTHER": "x"}
     assert list(tmp_path.iterdir()) == []
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}: no room for metrics (No space left on device): /metrics tells the numbers of one worker only"
+        f"{tmp_path}: cannot reserve space for metrics (No space left on device): /metrics reports one worker only"
     ]
 
 
-def test_gauges_of_a_worker_that_is_gone_do_not_count(tmp_path: Path):
-    environ = {VARIABLE: str(tmp_path)}
+def test_gauges_of_a_worker_that_exited_are_removed(tmp_path: Path):
+    environ = {METRICS_DIR_ENV: str(tmp_path)}
     for pid in (7, 77):
         reserve_metrics_files(environ, pid)
     forget_gauges(environ, 7)

@@ -1,17 +1,17 @@
-"""How many nodes are up is told at intervals while a cluster starts."""
+"""Reports of the nodes that are up while a cluster starts."""
 
 import asyncio
 from collections.abc import Iterator
 
 from kvferry.common.base.ids import new_incarnation
 from kvferry.common.protocol.messages import Announce, Envelope
-from kvferry.ops.launcher.progress import LOOKS_PER_LINE, tell_progress
+from kvferry.ops.launcher.progress import LOOKS_PER_LINE, report_progress
 
 NAMES = frozenset(("prefill-0", "decode-0", "decode-1"))
 
 
-class Heard:
-    """What is announced at each look."""
+class FakeAnnouncements:
+    """Names that are announced before each call of `receive`."""
 
     def __init__(self, *looks: tuple[str, ...]) -> None:
         self._looks = list(looks)
@@ -23,10 +23,10 @@ class Heard:
 
 
 class TooLongError(Exception):
-    """The test has seen enough."""
+    """Ends an endless report."""
 
 
-def told(heard: Heard, pauses: int) -> list[str]:
+def reported(source: FakeAnnouncements, pauses: int) -> list[str]:
     lines: list[str] = []
     left = iter(range(pauses))
 
@@ -36,7 +36,7 @@ def told(heard: Heard, pauses: int) -> list[str]:
 
     async def story() -> None:
         try:
-            await tell_progress(heard, NAMES, lines.append, pause)
+            await report_progress(source, NAMES, lines.append, pause)
         except TooLongError:
             return
 
@@ -44,10 +44,11 @@ def told(heard: Heard, pauses: int) -> list[str]:
     return lines
 
 
-def test_a_cluster_that_is_up_soon_is_not_spoken_of():
-    assert told(Heard(("prefill-0",)), LOOKS_PER_LINE - 1) == []
+def test_a_cluster_that_starts_quickly_is_not_reported():
+    assert reported(FakeAnnouncements(("prefill-0",)), LOOKS_PER_LINE - 1) == []
 
 
-def test_nodes_count_once_and_strangers_not_at_all():
-    heard = Heard(("decode-0", "decode-0", "another"), ("decode-0",), *[()] * (LOOKS_PER_LINE - 2), ("prefill-0",))
-    assert told(heard, 2 * LOOKS_PER_LINE) == ["1 of 3 nodes ready", "2 of 3 nodes ready"]
+def test_each_node_of_the_cluster_counts_once():
+    rest = [()] * (LOOKS_PER_LINE - 2)
+    source = FakeAnnouncements(("decode-0", "decode-0", "another"), ("decode-0",), *rest, ("prefill-0",))
+    assert reported(source, 2 * LOOKS_PER_LINE) == ["1 of 3 nodes ready", "2 of 3 nodes ready"]

@@ -1,4 +1,4 @@
-"""What a worker that leaves does with each of its connections."""
+"""The connections of a stopping worker."""
 
 import asyncio
 
@@ -29,21 +29,22 @@ async def accepted(server: RouterServer) -> RouterProtocol:
 
 
 async def leave(server: RouterServer) -> None:
-    """As after SIGTERM; returns when every connection was told."""
+    """As after SIGTERM; returns when every connection has been shut down."""
     server.should_exit = True
-    await eventually(lambda: server.server_state.leaving, "it leaves")
+    await eventually(lambda: server.server_state.leaving, "it stops")
 
 
 async def assert_last_answer(client: Connection) -> None:
-    """It says that it is the last, and it is."""
+    """The answer has `Connection: close`, and the connection is closed after it."""
     reply = await client.reply()
     assert reply.status == 200
     assert reply.headers["connection"] == "close"
     assert await client.reader.read() == b""
 
 
+@pytest.mark.rule(37)
 @pytest.mark.parametrize(("requests_before", "before"), [(0, 0), (0, HALF), (1, HALF)])
-def test_a_request_that_is_on_its_way_is_answered(requests_before: int, before: int):
+def test_a_request_in_flight_is_answered(requests_before: int, before: int):
     async def run() -> None:
         async with server_of(HttpApp()) as (server, port), connect(port) as client:
             connection = await accepted(server)
@@ -51,7 +52,7 @@ def test_a_request_that_is_on_its_way_is_answered(requests_before: int, before: 
                 await client.send(GET)
                 await client.reply()
             await client.send(GET[:before])
-            await eventually(lambda: len(connection.conn.trailing_data[0]) == before, "half of it is there")
+            await eventually(lambda: len(connection.conn.trailing_data[0]) == before, "half of it has arrived")
             await leave(server)
             await client.send(GET[before:])
             await assert_last_answer(client)
@@ -61,7 +62,7 @@ def test_a_request_that_is_on_its_way_is_answered(requests_before: int, before: 
 
 @pytest.mark.parametrize("requests_before", [0, 1])
 def test_an_idle_connection_is_closed(requests_before: int, monkeypatch: pytest.MonkeyPatch):
-    """At once where a request was answered; where none came yet, after a wait."""
+    """Immediately if it has answered a request; else after a wait."""
 
     async def run() -> None:
         if requests_before == 0:
@@ -77,7 +78,7 @@ def test_an_idle_connection_is_closed(requests_before: int, monkeypatch: pytest.
     asyncio.run(run())
 
 
-def test_an_answer_that_has_not_begun_says_that_it_is_the_last():
+def test_an_answer_that_has_not_started_closes_the_connection():
     async def run() -> None:
         http = HttpApp()
         http.service.script = Script(hold_after=0)
@@ -92,8 +93,8 @@ def test_an_answer_that_has_not_begun_says_that_it_is_the_last():
     asyncio.run(run())
 
 
-def test_a_connection_that_is_there_only_after_the_worker_was_told_is_not_forgotten():
-    """Accepted before, in the loop's turn in which the worker was told: nothing else would ever close it."""
+def test_a_connection_that_arrives_after_the_stop_signal_is_closed():
+    """It was accepted before, in the loop iteration of the stop signal: nothing else would close it."""
 
     async def run() -> None:
         async with server_of(HttpApp()) as (server, port):

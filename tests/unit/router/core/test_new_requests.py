@@ -57,6 +57,7 @@ def submit(bench: Bench, number: int, now: float, tokens: int = 3, timeout_s: fl
     )
 
 
+@pytest.mark.rule(35)
 def test_a_new_request_starts_when_a_pair_is_alive_and_keeps_its_age(bench):
     assert bench.submit(0.2) == []
     assert bench.core.requests[REQUEST].state is RequestState.WAITING
@@ -73,6 +74,7 @@ def test_a_waiting_new_request_is_in_no_wanted_set(bench):
     assert [heartbeat.wanted for heartbeat in heartbeats.values()] == [(), ()]
 
 
+@pytest.mark.rule(35)
 def test_after_new_wait_s_it_ends_with_the_missing_side(bench):
     bench.submit(0.2)
     assert ends(tick(bench, 2.15, "decode")) == []
@@ -147,6 +149,7 @@ def test_waiting_prompt_tokens_are_bounded(bench):
     assert len(bench.core.requests) == 1
 
 
+@pytest.mark.rule(35)
 def test_waiting_requests_are_bounded(bench):
     bench.core.limits = Limits(queued_requests=2)
     submit(bench, 1, 0.2)

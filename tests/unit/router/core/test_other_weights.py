@@ -93,6 +93,7 @@ def start(bench: Bench) -> None:
     bench.send("old", FirstToken(request_id=REQUEST, attempt=1, index=0, token_id=5))
 
 
+@pytest.mark.rule(32)
 @pytest.mark.parametrize("other", [{"weights": "new"}, {"dtype": "g"}, {"vocab_size": 7}, {"length": 6}])
 def test_a_stream_continues_only_on_nodes_that_compute_the_same_tokens(bench: Bench, other: dict[str, object]) -> None:
     """Rule 32."""
@@ -103,6 +104,7 @@ def test_a_stream_continues_only_on_nodes_that_compute_the_same_tokens(bench: Be
     assert jobs(bench.ticks(3.0)) == [bench.nodes["again"]]
 
 
+@pytest.mark.rule(32)
 def test_a_stream_whose_weights_are_gone_ends_with_that_reason(bench: Bench) -> None:
     start(bench)
     bench.node("new", weights="new")

@@ -1,6 +1,7 @@
 """The choice of nodes for a request: rule 4 and the penalty of rule 34."""
 
 import msgspec
+import pytest
 
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.protocol.model_info import Compatibility
@@ -22,6 +23,7 @@ def decode(peer: Incarnation, free_blocks: int = 50, total_blocks: int = 100, ki
     return DecodeView(peer, "d", free_blocks, total_blocks, kind)
 
 
+@pytest.mark.rule(6)
 def test_only_compatible_nodes_make_a_pair():
     prefills = [prefill(P1, 0, OTHER), prefill(P2, 9)]
     choice = choose(prefills, [decode(D1, 90, kind=OTHER), decode(D2)])
@@ -44,6 +46,7 @@ def test_the_least_waiting_tokens_and_the_largest_free_share_of_blocks_win():
     assert (choice.prefill, choice.decodes) == (P2, (D2, D1))
 
 
+@pytest.mark.rule(4)
 def test_at_most_three_candidates_best_first():
     choice = choose([prefill(P1)], [decode(D1, 10), decode(D2, 40), decode(D3, 30), decode(D4, 20)])
     assert choice is not None
@@ -80,6 +83,7 @@ def test_a_node_that_has_not_reported_its_load_counts_as_full():
     assert choice.decodes[0] == D2
 
 
+@pytest.mark.rule(4)
 def test_a_colocated_node_is_its_own_first_candidate():
     choice = choose([prefill(D1)], [decode(D1, 10), decode(D2, 90), decode(D3, 50)])
     assert choice is not None

@@ -70,6 +70,7 @@ def lose_five(bench: Bench) -> None:
         lose(bench, number, 0.3)
 
 
+@pytest.mark.rule(35)
 def test_the_oldest_are_placed_and_the_rest_waits_for_the_budget(bench):
     lose_five(bench)
     assert placed(ticks(bench, 0.5, 1.5)) == [1, 2]
@@ -86,6 +87,7 @@ def test_new_requests_do_not_wait_for_the_budget(bench):
     assert placed(submit(bench, 9, 1.0)) == [9]
 
 
+@pytest.mark.rule(35)
 def test_a_deadline_holds_while_a_request_waits_for_the_budget(bench):
     submit(bench, 1, 0.1)
     submit(bench, 2, 0.1)
@@ -97,6 +99,7 @@ def test_a_deadline_holds_while_a_request_waits_for_the_budget(bench):
     assert [(e.request_id, e.event.outcome) for e in effects if isinstance(e, FinishRequest)] == [(rid(3), "timeout")]
 
 
+@pytest.mark.rule(35)
 def test_a_long_request_is_not_overtaken_by_short_ones_and_is_placed_alone(bench):
     submit(bench, 1, 0.10)
     submit(bench, 2, 0.11, tokens=99)
@@ -108,6 +111,7 @@ def test_a_long_request_is_not_overtaken_by_short_ones_and_is_placed_alone(bench
     assert placed(ticks(bench, 1.6, 2.5)) == [2]
 
 
+@pytest.mark.rule(35)
 def test_another_node_gets_the_requests_beyond_the_bound(bench):
     second = Incarnation("5" * 32)
     lose_five(bench)

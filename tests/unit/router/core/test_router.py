@@ -113,6 +113,7 @@ def bench():
     return Bench()
 
 
+@pytest.mark.rule(12)
 def test_a_request_is_wanted_at_the_prefill_node_until_the_decode_node_sends_tokens(bench):
     """Rule 12. Blocks are free within a second of an abort, since no node guesses how long pieces are needed."""
     assert sent(bench.submit(), Job)[PREFILL].attempt == 1
@@ -129,6 +130,7 @@ def test_a_cancel_goes_to_both_nodes_while_both_may_hold_blocks(bench):
     assert sent(bench.core.cancel(REQUEST, "left", 0.4), Cancel).keys() == {PREFILL, DECODE}
 
 
+@pytest.mark.rule(29)
 def test_each_index_is_delivered_once(bench):
     """Rule 29."""
     bench.submit()
@@ -139,6 +141,7 @@ def test_each_index_is_delivered_once(bench):
     assert delivered(bench.tokens(2, 1, (6,))) == []
 
 
+@pytest.mark.rule(29)
 def test_a_gap_is_requested_again_with_the_next_heartbeat(bench):
     bench.submit()
     bench.hand_over()
@@ -148,6 +151,7 @@ def test_a_gap_is_requested_again_with_the_next_heartbeat(bench):
     assert delivered(bench.tokens(2, 0, (5, 6), now=0.8)) == [5, 6]
 
 
+@pytest.mark.rule(3)
 def test_reports_of_another_attempt_change_nothing(bench):
     """Rule 3."""
     bench.submit()
@@ -156,6 +160,7 @@ def test_reports_of_another_attempt_change_nothing(bench):
     assert bench.core.requests[REQUEST].next_index == 0
 
 
+@pytest.mark.rule(17, 31)
 def test_a_lost_attempt_is_placed_again_with_its_tokens_and_its_age(bench):
     """Rules 31 and 35."""
     bench.submit(0.1)
@@ -211,6 +216,7 @@ def test_tokens_of_a_colocated_node_count_with_and_without_handed_over(reported)
     assert (end.outcome, end.prefill_node, end.decode_node) == ("length", "prefill", "prefill")
 
 
+@pytest.mark.rule(3)
 def test_a_request_ends_once(bench):
     bench.submit()
     bench.hand_over()
@@ -246,6 +252,7 @@ def test_a_draining_worker_accepts_nothing_new_and_finishes_its_requests(bench):
     assert all(heartbeat.last for heartbeat in sent(bench.core.close(0.5), Heartbeat).values())
 
 
+@pytest.mark.rule(6)
 def test_without_compatible_nodes_the_reason_names_the_difference():
     bench = Bench(decode_block_size=16)
     assert bench.core.not_ready_reason("m") == "no prefill node fits a decode node; block_size: 4 != 16"

@@ -116,6 +116,7 @@ def test_a_prefill_node_without_a_decode_node_serves_nothing(bench):
     assert bench.core.not_ready_reason("other") == "no prefill node is alive"
 
 
+@pytest.mark.rule(35)
 def test_beyond_the_bound_on_waiting_tokens_new_requests_are_refused():
     """Rule 35: 429 before the head is sent; and one long prompt is accepted when nothing waits."""
     bench = Bench()
@@ -139,6 +140,7 @@ def test_tokens_booked_since_the_last_status_count():
 # -- refusals cost no attempt
 
 
+@pytest.mark.rule(27, 34)
 def test_no_room_costs_no_attempt_and_is_spaced_by_a_growing_backoff(bench):
     """Rule 34."""
     bench.submit()
@@ -154,6 +156,7 @@ def test_no_room_costs_no_attempt_and_is_spaced_by_a_growing_backoff(bench):
     assert request(bench).losses == 0
 
 
+@pytest.mark.rule(36)
 def test_a_preemption_costs_no_attempt_and_is_counted_in_the_job(bench):
     """Rules 34 and 36."""
     bench.submit()
@@ -185,6 +188,7 @@ def test_progress_ends_the_backoff_and_the_count_of_losses(bench):
     assert request(bench).losses == 0
 
 
+@pytest.mark.rule(35)
 def test_an_overloaded_node_refuses_a_new_request_but_not_one_placed_again(bench):
     bench.submit()
     (end,) = ends(failed(bench, 0.2, reason="overloaded"))
@@ -199,6 +203,7 @@ def test_an_overloaded_node_refuses_a_new_request_but_not_one_placed_again(bench
 # -- losses are counted
 
 
+@pytest.mark.rule(34)
 def test_losses_in_a_row_end_a_request(bench):
     """Rule 34."""
     bench.submit()
@@ -225,6 +230,7 @@ def test_failed_commits_in_a_row_end_a_request(bench):
     assert "hand-over failed" in str(end.error)
 
 
+@pytest.mark.rule(34)
 def test_a_request_that_ran_at_two_crashes_ends(bench):
     """Rule 34: it may be the cause."""
     bench.submit()
@@ -242,6 +248,7 @@ def test_a_request_that_ran_at_two_crashes_ends(bench):
     assert bench.core.is_quiescent()
 
 
+@pytest.mark.rule(34)
 def test_a_node_without_progress_is_a_loss_and_no_crash(bench):
     """Rule 34, ADR 0027: it may only be slow."""
     bench.submit()
@@ -297,6 +304,7 @@ def test_without_a_pair_of_nodes_a_request_waits(bench):
     assert request(bench).losses == 1
 
 
+@pytest.mark.rule(34)
 def test_a_pair_that_failed_is_avoided_for_a_while():
     """Rule 34."""
     bench = Bench()
@@ -350,6 +358,7 @@ def test_a_request_for_one_token_ends_with_the_prefill_nodes_finish(bench):
     assert (end.outcome, end.usage.completion_tokens, end.usage.cached_tokens) == ("stop", 1, 2)
 
 
+@pytest.mark.rule(37)
 def test_requests_that_outlast_a_drain_end_with_an_error(bench):
     """Rule 37."""
     bench.submit()
@@ -373,6 +382,7 @@ def test_a_worker_that_closes_cancels_everywhere(bench):
 # -- reports that change nothing
 
 
+@pytest.mark.rule(3)
 @pytest.mark.parametrize("message", [
     HandedOver(request_id=REQUEST, attempt=1, decode=DECODE),
     HandoverFailed(request_id=REQUEST, attempt=1, reason="no_room"),
@@ -410,6 +420,7 @@ def test_a_repeated_handed_over_changes_nothing(bench):
     assert request(bench).state is RequestState.HANDED_OVER
 
 
+@pytest.mark.rule(7)
 def test_tokens_from_a_candidate_make_it_the_owner_if_handed_over_was_lost(bench):
     """Rule 7: no rule depends on the arrival of a message."""
     bench.submit()
@@ -446,6 +457,7 @@ def test_an_event_that_no_worker_gets_is_a_bug(bench):
 # -- resends
 
 
+@pytest.mark.rule(30)
 def test_a_lost_last_tokens_message_is_revealed_by_the_status(bench):
     """Rule 30."""
     bench.submit()
@@ -457,6 +469,7 @@ def test_a_lost_last_tokens_message_is_revealed_by_the_status(bench):
     assert heartbeats[DECODE].wanted[0].resend
 
 
+@pytest.mark.rule(30)
 def test_a_skipped_link_seq_requests_tokens_again_for_all_requests_of_the_node(bench):
     bench.submit()
     bench.hand_over()
@@ -466,6 +479,7 @@ def test_a_skipped_link_seq_requests_tokens_again_for_all_requests_of_the_node(b
     assert sent(bench.core.handle(Tick(), 0.65), Heartbeat)[DECODE].wanted[0].resend
 
 
+@pytest.mark.rule(14, 33)
 def test_the_same_job_is_sent_again_only_if_the_node_never_received_it(bench):
     """Rule 14."""
     first = sent(bench.submit(), Job)[PREFILL]
