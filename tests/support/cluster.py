@@ -1,6 +1,6 @@
 """A whole cluster in one process: the router's real application and service, real nodes, real ZeroMQ, a real model.
 
-Nodes are threads; endpoints are `inproc` unless told otherwise. At the end everything must be at the baseline: no
+Nodes are threads; endpoints are `inproc` unless a test says otherwise. At the end everything must be at the baseline: no
 request, no block, no entry, no socket, no thread, no descriptor left.
 """
 
@@ -85,7 +85,7 @@ class ClusterOptions:
 
 
 class NodeThread:
-    """One node of the cluster. `kill` ends it without a word to anybody."""
+    """One node of the cluster. `kill` ends it without a message to any peer."""
 
     def __init__(self, name: str, role: NodeKind, shell: NodeShell, pauses: PausePoints) -> None:
         self.name = name
@@ -191,7 +191,7 @@ class Cluster:
         return node
 
     def kill(self, name: str) -> NodeThread:
-        """The node ends at once, telling nobody."""
+        """End the node immediately, without a message to any peer."""
         node = self.nodes.pop(name)
         node.kill()
         self.dead.append(node)
