@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import __main__ as schedules
-from tests.simulation import mutate, torture
+from tests.simulation import find_defects, torture
 from tests.simulation.draw import draw_plan
 
 
@@ -42,9 +42,9 @@ def test_schedules(words: list[str], told: str, tmp_path: Path, capsys: pytest.C
         (["--jobs", "0"], "argument --jobs: expected at least 1, got 0"),
     ],
 )
-def test_mutations(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_defects(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        mutate.main(words)
+        find_defects.main(words)
     assert end.value.code == 2
     assert told in capsys.readouterr().err
 

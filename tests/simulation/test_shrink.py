@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.simulation.__main__ import main
+from tests.simulation.defects import DEFECTS
 from tests.simulation.draw import draw_plan
-from tests.simulation.mutations import MUTATIONS
 from tests.simulation.plan import Ask, Plan
 from tests.simulation.shrink import Shrinker, shrink, tell
 from tests.simulation.trial import Failure, try_plan
 
-DEFECT = next(mutation for mutation in MUTATIONS if mutation.name == "a re-plan forgets the tokens held")
+DEFECT = next(defect for defect in DEFECTS if defect.name == "a gap before new tokens is skipped")
 
 
 def test_a_defect_is_shown_by_a_few_deeds():

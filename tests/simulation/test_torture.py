@@ -8,13 +8,13 @@ import msgspec
 import pytest
 
 from tests.simulation import torture
+from tests.simulation.defects import DEFECTS
 from tests.simulation.ledger import ROOT, Failed, Ledger, Tally, code_version, open_ledger
-from tests.simulation.mutations import MUTATIONS
 from tests.simulation.torture import do_range, main, shrink_some
 from tests.simulation.torture_page import page
 from tests.support.serve import wait_until
 
-DEFECT = next(mutation for mutation in MUTATIONS if mutation.name == "a re-plan forgets the tokens held")
+DEFECT = next(defect for defect in DEFECTS if defect.name == "reports of other attempts count")
 
 
 def ledger_of(path) -> Ledger:
