@@ -32,7 +32,6 @@ from kvferry.prefill_node.pieces import PiecesOut
 from kvferry.router.core.node_reports import NodeReports
 from kvferry.router.core.request import Request
 from kvferry.router.core.request_table import RequestTable
-from kvferry.router.core.router_core import RouterCore
 
 Method = Callable[..., Any]
 
@@ -186,11 +185,8 @@ def _skip_gap(seams: Seams) -> None:
     seams.wrap(Request, "add_tokens", make)
 
 
-def _later_deadline(seams: Seams) -> None:
-    def make(right: Method) -> Method:
-        return lambda self, asked, now: right(self, replace(asked, timeout_s=asked.timeout_s + 10.0), now)
-
-    seams.wrap(RouterCore, "submit", make)
+def _late_clock(seams: Seams) -> None:
+    seams.wrap(RequestTable, "tick", lambda right: lambda self, now: right(self, now - 10.0))
 
 
 def _ignore_silence(seams: Seams) -> None:
@@ -283,7 +279,7 @@ DEFECTS: tuple[Defect, ...] = (
     Defect("a Commit is not repeated", COMMIT, lambda seams: seams.returns(HandoverSender, "tick", []), "blips"),
     Defect("a known token is delivered again", TOKENS, _add_twice),
     Defect("a gap before new tokens is skipped", TOKENS, _skip_gap, "blips"),
-    Defect("the deadline is 10 s late", DEADLINE, _later_deadline, "deadlines"),
+    Defect("deadlines are noticed 10 s late", DEADLINE, _late_clock, "deadlines"),
     Defect("silence is not noticed", DEATH, _ignore_silence, "stalls"),
     Defect("a lost node's requests stay there", DEATH, lambda s: s.returns(NodeReports, "on_node_lost", []), "crashes"),
     Defect("damaged pieces are accepted", PIECES, _accept_damaged, "damage"),
