@@ -1,25 +1,38 @@
 """One connection of the simulated network, as ZeroMQ over TCP behaves: in order, lossy only where it breaks.
 
-No decisions about what breaks when; that is the network's.
+Decides nothing about what breaks when: the network does.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from kvferry.common.base.ids import Incarnation
+from kvferry.common.cluster.events import Event
 from kvferry.common.protocol.messages import Envelope
 
-if TYPE_CHECKING:
-    from kvferry.ops.simulate.process import Process
+
+class NetworkPeer(Protocol):
+    """What the network needs of a process."""
+
+    host: str
+    incarnation: Incarnation
+    address: str
+    alive: bool
+    frozen: bool
+
+    def post(self, event: Event) -> None:
+        """Deliver an event to the process."""
+        ...
 
 
 @dataclass(slots=True)
 class Flight:
-    """A message under way."""
+    """A message in transit."""
 
     envelope: Envelope
-    life: int
-    """Which life of the connection it belongs to."""
+    epoch: int
+    """Which of the connections made one after the other it belongs to."""
 
 
 @dataclass(slots=True)
@@ -29,19 +42,19 @@ class Direction:
     last_at: float = 0.0
     """When the last message will arrive: later ones come after it."""
     held: list[Envelope] | None = None
-    """While this way is cut: what waits for it to heal, or for the connection to break."""
+    """While this way is cut: messages that wait for it to heal, or for the connection to break."""
     flying: deque[Flight] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class Connection:
-    """A client's link to whoever listens at an address."""
+    """A client's link to the process that listens at an address."""
 
-    client: "Process"
+    client: NetworkPeer
     address: str
-    server: "Process | None" = None
+    server: NetworkPeer | None = None
     """None while not connected."""
-    life: int = 0
+    epoch: int = 0
     """Counts connections made and broken."""
     closed: bool = False
     """The client closed its socket for good."""

@@ -45,7 +45,7 @@ class SimEngine:
     post: Callable[[Event], None]
     name: str
     poisoned: frozenset[int] = frozenset()
-    """Seeds of requests for which no token can be drawn after the first."""
+    """Seeds of requests for which no token can be sampled after the first."""
     killers: frozenset[int] = frozenset()
     """Seeds of requests whose decoding ends the process."""
     on_kill: Callable[[int], None] | None = None
@@ -60,7 +60,7 @@ class SimEngine:
     _drawn: TokensInFlight = field(default_factory=TokensInFlight)
     _stage: tuple[StepBatch, int] | None = None
     """The step in progress, and how many of its layers are done; COPYING before the first."""
-    _deed: int = 0
+    _timer_no: int = 0
 
     def run(self, plan: StepBatch) -> None:
         """Queue a step."""
@@ -69,12 +69,12 @@ class SimEngine:
             self._begin()
 
     def stop(self) -> None:
-        """Nothing happens any more until `go_on`."""
+        """Do nothing more until `resume`."""
         self.stopped = True
-        self._deed += 1
+        self._timer_no += 1
 
-    def go_on(self) -> None:
-        """The end of a freeze: the step in progress goes on."""
+    def resume(self) -> None:
+        """The end of a freeze: the step in progress continues."""
         if not self.stopped:
             return
         self.stopped = False
@@ -98,7 +98,7 @@ class SimEngine:
         if plan.has_copies:
             self._plan_next()
         else:
-            self._copied(self._deed)
+            self._copied(self._timer_no)
 
     def _plan_next(self) -> None:
         assert self._stage is not None
@@ -106,11 +106,11 @@ class SimEngine:
         if done != COPYING:
             self._plan_next_layer()
             return
-        self._deed += 1
-        self.loop.after(self.slowness * self.costs.swap_duration_s(plan), self._copied, self._deed)
+        self._timer_no += 1
+        self.loop.after(self.slowness * self.costs.swap_duration_s(plan), self._copied, self._timer_no)
 
-    def _copied(self, deed: int) -> None:
-        if deed != self._deed or self._stage is None:
+    def _copied(self, timer_no: int) -> None:
+        if timer_no != self._timer_no or self._stage is None:
             return
         plan, _ = self._stage
         if self.check_kv:
@@ -138,16 +138,16 @@ class SimEngine:
 
     def _plan_next_layer(self) -> None:
         assert self._stage is not None
-        self._deed += 1
+        self._timer_no += 1
         plan, num_layers = self._stage[0], self.store.num_layers
         share = num_layers if not self.check_kv and not plan.report_layers else 1
-        self.loop.after(share * self._layer_s(plan), self._layers_done, share, self._deed)
+        self.loop.after(share * self._layer_s(plan), self._layers_done, share, self._timer_no)
 
     def _layer_s(self, plan: StepBatch) -> float:
         return self.slowness * self.costs.step_duration_s(plan) / self.store.num_layers
 
-    def _layers_done(self, share: int, deed: int) -> None:
-        if deed != self._deed or self._stage is None:
+    def _layers_done(self, share: int, timer_no: int) -> None:
+        if timer_no != self._timer_no or self._stage is None:
             return
         plan, done = self._stage
         if self.killers and self._dies(plan):

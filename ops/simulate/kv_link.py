@@ -81,17 +81,17 @@ class KvSender:
     wake: Callable[..., None]
     """Does something when the process is awake."""
     is_held: Callable[[int], bool]
-    """Whether anybody holds a block: only such blocks may be read."""
+    """Whether a block is held: only held blocks may be read."""
     writes: SlotWrites = field(default_factory=SlotWrites)
     _peers: dict[Incarnation, _Peer] = field(default_factory=dict)
     _stopping: set[TransferKey] = field(default_factory=set)
 
     def open(self, peer: Incarnation, endpoint: str) -> None:
-        """Be ready to send to this life."""
+        """Prepare to send to this incarnation."""
         self._peers.setdefault(peer, _Peer(endpoint))
 
     def close(self, peer: Incarnation) -> None:
-        """Read nothing more for this life."""
+        """Read nothing more for this incarnation."""
         known = self._peers.pop(peer, None)
         for waiting in known.queue if known is not None else ():
             self._stopped(waiting.piece.key)
@@ -103,7 +103,7 @@ class KvSender:
             self.network.loop.after(0.0, self.post, KvSendFailed(piece.key, "no KV session"))
             return
         known.queue.append(_Waiting(piece, table, slots, self.network.loop.now()))
-        self._go_on(peer)
+        self._continue(peer)
 
     def stop(self, key: TransferKey) -> None:
         """Read nothing more for this key, and say so when that is sure: a read or a write under way cannot be
@@ -123,7 +123,7 @@ class KvSender:
 
     # -- the head of a queue
 
-    def _go_on(self, peer: Incarnation) -> None:
+    def _continue(self, peer: Incarnation) -> None:
         known = self._peers.get(peer)
         if known is None or known.busy or not known.queue:
             return
@@ -165,7 +165,7 @@ class KvSender:
         elif key not in self._stopping:
             self._begin_write(receiver, msgspec.structs.replace(waiting.piece, slot=slot), waiting.table, values)
         self._stopped(key)
-        self._go_on(peer)
+        self._continue(peer)
 
     def _check_held(self, piece: Piece, table: tuple[int, ...]) -> None:
         size = self.store.block_size
@@ -183,7 +183,7 @@ class KvSender:
         loop = self.network.loop
         if known.queue[0].piece.key in self._stopping:
             self._stopped(known.queue.popleft().piece.key)
-            self._go_on(peer)
+            self._continue(peer)
         elif loop.now() - max(known.queue[0].since, known.moved_at) < SEND_TIMEOUT_S:
             known.busy = True
             loop.after(retry_s, self.wake, self._read, peer)

@@ -83,7 +83,7 @@ class KvNetwork:
         return self.delay_s()
 
     def is_confirmed(self) -> bool:
-        """Whether the sender is told that a write has landed."""
+        """Whether the sender hears that a write has landed."""
         confirmed = self.unconfirmed_share == 0 or self.rng.random() >= self.unconfirmed_share
         self.num_unconfirmed += not confirmed
         return confirmed

@@ -64,11 +64,11 @@ class KvReceiver:
     # -- one-sided
 
     def session(self, peer: Incarnation) -> int:
-        """Which session with this life is open: the number of those that were closed."""
+        """Which session with this incarnation is open: the number of those that were closed."""
         return self._sessions.get(peer, 0)
 
     def close_session(self, peer: Incarnation) -> None:
-        """Writes of this life that begin from now on are refused; those under way land."""
+        """Writes of this incarnation that begin from now on are refused; those in progress land."""
         self._sessions[peer] = self.session(peer) + 1
         self.post(SessionClosed(peer))
 

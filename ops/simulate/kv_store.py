@@ -1,4 +1,4 @@
-"""The simulated KV cache: what was written where. Does no bookkeeping of who owns a block; it only tells lies apart."""
+"""The simulated KV cache: what was written where. Does not track who owns a block; it only detects wrong content."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ class KvMismatchError(Exception):
 
 
 class KvStore:
-    """One integer for each (layer, block, slot); 0 is memory that nobody wrote."""
+    """One integer for each (layer, block, slot); 0 is memory that was never written."""
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.num_layers = num_layers

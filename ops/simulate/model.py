@@ -30,12 +30,12 @@ def digests(token_ids: Iterable[int], parent: int = 0) -> list[int]:
 
 
 def content(digest: int, layer: int) -> int:
-    """What a layer's cache holds at a position with this digest. Never zero: that is memory nobody wrote."""
+    """What a layer's cache holds at a position with this digest. Never zero: that is memory that was never written."""
     return (digest ^ (layer + 1) * 0x2545F4914F6CDD1D) | 1
 
 
 def weights_number(weights: str, dtype: str) -> int:
-    """What the tokens depend on beside all that; 0 for the usual ones."""
+    """What the tokens depend on besides; 0 for the usual weights."""
     return 0 if (weights, dtype) == (USUAL_WEIGHTS, USUAL_DTYPE) else crc32(f"{weights} {dtype}".encode())
 
 

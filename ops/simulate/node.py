@@ -89,7 +89,7 @@ class NodeSpec:
 
     @property
     def weights_number(self) -> int:
-        """What its tokens depend on beside ids, seed and position."""
+        """What its tokens depend on besides ids, seed and position."""
         return weights_number(self.weights, self.kv_dtype)
 
     @property
@@ -222,10 +222,10 @@ class SimNode(Process):
     def thaw(self) -> None:
         """See Process."""
         if self.alive and self.frozen and not self._wedged:
-            self.engine.go_on()
+            self.engine.resume()
         super().thaw()
 
     def wedge(self) -> None:
-        """The engine makes no step any more; everything else goes on."""
+        """The engine makes no more steps; everything else continues."""
         self._wedged = True
         self.engine.stop()

@@ -1,12 +1,11 @@
-"""One process life in the simulated world: takes events, hands them to its core, performs what the core asks for.
+"""One incarnation of a process in the simulated world: passes events to its core and performs the core's actions.
 
-It does what a real shell does, in the same order: one event at a time, actions in order, the inbox before the tick.
+Keeps the order of a real shell: one event at a time, actions in order, the inbox before the tick.
 """
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import (
@@ -23,17 +22,15 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
-
-if TYPE_CHECKING:
-    from kvferry.ops.simulate.clock import EventLoop
-    from kvferry.ops.simulate.network import Network
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.network import Network
 
 
 class Process(ABC):
     """What routers and nodes have in common. `host` is its name, and outlives it."""
 
     def __init__(
-        self, loop: "EventLoop", network: "Network", host: str, incarnation: Incarnation, address: str, tick_s: float
+        self, loop: EventLoop, network: Network, host: str, incarnation: Incarnation, address: str, tick_s: float
     ) -> None:
         self.loop = loop
         self.network = network
@@ -62,18 +59,18 @@ class Process(ABC):
     # -- events
 
     def post(self, event: Event) -> None:
-        """Something happened to it."""
+        """Deliver an event: now, or when the process wakes."""
         if self.asleep:
             self._inbox.append((self._handle, (event,)))
         elif self.alive:
             self._handle(event)
 
-    def when_awake(self, deed: Callable[..., None], *arguments: object) -> None:
-        """Something that it does itself: now, or when it wakes."""
+    def when_awake(self, call: Callable[..., None], *arguments: object) -> None:
+        """Call this now, or when the process wakes."""
         if self.asleep:
-            self._inbox.append((deed, arguments))
+            self._inbox.append((call, arguments))
         elif self.alive:
-            deed(*arguments)
+            call(*arguments)
 
     def _tick(self) -> None:
         if not self.alive:
@@ -94,18 +91,18 @@ class Process(ABC):
 
     @abstractmethod
     def react(self, event: Event, now: float) -> Sequence[object]:
-        """What the core wants done."""
+        """The core's actions for an event."""
 
     @abstractmethod
     def perform_own(self, action: object) -> None:
-        """An action that only this kind of process knows."""
+        """Perform an action that only this kind of process has. Raises KeyError for one that it does not have."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Those of the core."""
+        """Raises InvariantError if the core's tables disagree."""
 
     def perform(self, actions: Sequence[object]) -> None:
-        """Do it all, in order; or die on the way."""
+        """Perform actions in order, up to an injected crash."""
         for action in actions:
             if not self.alive:
                 return
@@ -140,10 +137,8 @@ class Process(ABC):
                 self.perform_own(action)
 
     def _send(self, peer: Incarnation, message: Message) -> None:
-        """A peer may be known both as client and as node (both roles in two processes): the message tells which.
-
-        To a peer that is not connected nothing goes.
-        """
+        """Send over the link that fits the message: a peer may be known both as client and as node. A message to a peer
+        without a connection is dropped."""
         envelope = Envelope(self.incarnation, peer, message)
         address = self._bound.get(peer)
         if address is not None and isinstance(message, CLIENT_SPEAKS):
@@ -151,10 +146,10 @@ class Process(ABC):
         elif self.network.is_served(self, peer):
             self.network.send_to_peer(self, peer, envelope)
 
-    # -- what befalls it
+    # -- faults
 
     def end(self, why: str) -> None:
-        """It is over: nothing of it happens any more."""
+        """End the process: it processes nothing more."""
         if not self.alive:
             return
         self.alive = False
@@ -170,28 +165,28 @@ class Process(ABC):
             self.network.process_froze(self)
 
     def thaw(self) -> None:
-        """SIGCONT: what came meanwhile is read before the late tick."""
+        """SIGCONT: events that arrived meanwhile are read before the late tick."""
         if self.alive and self.frozen:
             self.frozen = False
             self._wake()
 
     def stall(self) -> None:
-        """Its thread of messages and time is held up; its sockets and its engine are not."""
+        """Block its control thread; its sockets and its engine continue."""
         self.stalled = self.alive
 
-    def go_on(self) -> None:
-        """The end of a stall: what came meanwhile is read before the late tick."""
+    def end_stall(self) -> None:
+        """Events that arrived meanwhile are read before the late tick."""
         if self.alive and self.stalled:
             self.stalled = False
             self._wake()
 
     @property
     def asleep(self) -> bool:
-        """It reads nothing now, whatever the reason."""
+        """It reads no events now, frozen or stalled."""
         return self.frozen or self.stalled
 
     def awake_for(self, seconds: float) -> bool:
-        """It lives, and has read what came to it for at least this long."""
+        """Whether it has been alive and awake for at least this long."""
         return self.alive and not self.asleep and self.loop.now() - self.awake_since >= seconds
 
     def _wake(self) -> None:
@@ -199,5 +194,5 @@ class Process(ABC):
             return
         self.awake_since = self.loop.now()
         inbox, self._inbox = self._inbox, []
-        for deed, arguments in inbox:
-            deed(*arguments)
+        for call, arguments in inbox:
+            call(*arguments)

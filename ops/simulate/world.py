@@ -1,6 +1,6 @@
 """A whole cluster in virtual time: nodes, router workers, clients, network. Seeded: the same calls give the same run.
 
-No faults are drawn and nothing is judged here; tests and sizing do that from outside.
+Injects no faults and judges nothing: tests and sizing do that from outside.
 """
 
 import random

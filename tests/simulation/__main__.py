@@ -16,10 +16,10 @@ import msgspec
 from kvferry.ops.cli.numbers import count, positive, three_counts
 from kvferry.ops.simulate.process import Process
 from tests.simulation.draw import draw_plan
-from tests.simulation.plan import Plan
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
-from tests.simulation.shrink import shrink, tell
+from tests.simulation.schedule import Schedule
+from tests.simulation.shrink import describe, shrink
 from tests.simulation.trial import Failure, attempt, ease_collector, profile_of
 
 SHRUNK = Path("build/simulation")
@@ -27,7 +27,7 @@ SHRUNK = Path("build/simulation")
 
 
 def say(line: str) -> None:
-    """One line for whoever runs this."""
+    """One line for the person who runs this."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     ease_collector()
     started, total, failures, tried = time.perf_counter(), Counter[str](), 0, 0
-    for plan, replay in _plans(arguments):
+    for schedule, replay in _plans(arguments):
         tried += 1
-        failures += not _run_one(plan, replay, arguments, total)
+        failures += not _run_one(schedule, replay, arguments, total)
         if failures > arguments.keep_going:
             return 1
     elapsed = time.perf_counter() - started
@@ -85,18 +85,18 @@ def _range(text: str) -> tuple[int, int]:
     return seeds
 
 
-def _schedule(text: str) -> tuple[Plan, str]:
+def _schedule(text: str) -> tuple[Schedule, str]:
     try:
-        return Plan.load(Path(text)), text
+        return Schedule.load(Path(text)), text
     except (OSError, msgspec.DecodeError) as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
-def _plans(arguments: argparse.Namespace) -> Iterator[tuple[Plan, str]]:
+def _plans(arguments: argparse.Namespace) -> Iterator[tuple[Schedule, str]]:
     """Each schedule, and the arguments that give it again."""
     if arguments.schedule is not None:
-        plan, path = arguments.schedule
-        yield plan, f"--schedule {path}"
+        schedule, path = arguments.schedule
+        yield schedule, f"--schedule {path}"
         return
     counts = arguments.nodes
     nodes = " --nodes " + ",".join(map(str, counts)) if counts else ""
@@ -105,33 +105,33 @@ def _plans(arguments: argparse.Namespace) -> Iterator[tuple[Plan, str]]:
         yield draw_plan(seed, name, counts), f"--seeds {seed}:{seed + 1} --profile {name}{nodes}"
 
 
-def _run_one(plan: Plan, replay: str, arguments: argparse.Namespace, total: Counter[str]) -> bool:
-    run = Run(plan, arguments.check_every)
+def _run_one(schedule: Schedule, replay: str, arguments: argparse.Namespace, total: Counter[str]) -> bool:
+    run = Run(schedule, arguments.check_every)
     if arguments.trace:
-        run.watch.also = lambda process, what: _show(run, process, what)
-        for line in tell(plan):
+        run.monitor.also = lambda process, what: _show(run, process, what)
+        for line in describe(schedule):
             say(line)
     failure = attempt(run)
     total.update(run.counts)
-    total.update({f"  {what}": count for what, count in (run.watch.counts + run.faults.total()).items()})
+    total.update({f"  {what}": count for what, count in (run.monitor.counts + run.faults.total()).items()})
     if failure is None:
         return True
-    say(f"seed {plan.seed} ({plan.profile}) at {failure.at_s:.3f} s: {failure.text}")
+    say(f"seed {schedule.seed} ({schedule.profile}) at {failure.at_s:.3f} s: {failure.text}")
     if not arguments.keep_going:
         say(failure.where)
     say(f"replay: python -m tests.simulation {replay} --trace")
     if not (arguments.no_shrink or arguments.trace or arguments.schedule):
-        show_shrunk(plan, failure, SHRUNK)
+        show_shrunk(schedule, failure, SHRUNK)
     return False
 
 
-def show_shrunk(plan: Plan, failure: Failure, directory: Path) -> None:
+def show_shrunk(schedule: Schedule, failure: Failure, directory: Path) -> None:
     """Shrink it, keep it in a file, print it."""
-    short, how = shrink(plan, failure)
-    path = directory / f"{plan.profile}-{plan.seed}.json"
+    short, how = shrink(schedule, failure)
+    path = directory / f"{schedule.profile}-{schedule.seed}.json"
     short.save(path)
-    say(f"shrunk from {len(plan.deeds)} to {len(short.deeds)} deeds; at {how.at_s:.3f} s: {how.text}")
-    for line in tell(short):
+    say(f"shrunk from {len(schedule.events)} to {len(short.events)} events; at {how.at_s:.3f} s: {how.text}")
+    for line in describe(short):
         say(line)
     say(f"replay: python -m tests.simulation --schedule {path} --trace")
 

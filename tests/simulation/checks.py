@@ -24,9 +24,9 @@ from kvferry.router.core.request import RequestState
 ENOUGH_S = 7.0
 """In a calm cluster a request ends within this time, whatever it has been through."""
 SLOW_STEP_S = 0.05
-"""With longer steps the tokens of one request, given back once, may take `ENOUGH_S`: it counts anew from each."""
+"""With longer steps the tokens of one request, preempted once, may take `ENOUGH_S`: it counts again from each."""
 RECOVERY_S = 3.2
-"""After the last fault is over, until the cluster must serve again: links time out, connect anew, are heard."""
+"""After the last fault is over, until the cluster must serve again: links time out, reconnect, are heard."""
 LINKS_UP_S = 3.0
 """Without faults all links are up by then, however slow the network."""
 
@@ -72,7 +72,7 @@ class StreamJudge:
     def take(self, event: StreamEvent, now: float) -> None:
         """The client sees this."""
         if self.ended is not None:
-            raise Violation(f"{self._who} goes on after its end: {event}")
+            raise Violation(f"{self._who} continues after its end: {event}")
         if isinstance(event, TokensEvent):
             self._tokens(event)
             self.last_token_at = now
@@ -104,7 +104,7 @@ class StreamJudge:
         if event.outcome == "timeout" and now < self.deadline:
             raise Violation(f"{self._who} timed out {self.deadline - now:.3f} s early")
         if event.outcome == "cancelled" and self.may_leave_at is None:
-            raise Violation(f"{self._who} was cancelled by nobody")
+            raise Violation(f"{self._who} was cancelled without a cancel")
         if isinstance(event.error, UnavailableError) and self.stream.worker.core.draining_since is None:
             self._unavailable(now)
 
@@ -112,7 +112,7 @@ class StreamJudge:
         """It was new, waited as long as it may, and even now no nodes can serve it."""
         core, waited_s = self.stream.worker.core, now - self.stream.sent_at
         if self.stream.token_ids and len(self.weights) > 1 and now - self.last_token_at >= core.timers.migration_wait_s:
-            return  # its nodes did not come back, and others cannot go on with it
+            return  # its nodes did not come back, and others cannot continue it
         if self.stream.token_ids:
             raise Violation(f"{self._who} is refused after {len(self.stream.token_ids)} tokens")
         if core.not_ready_reason(self.stream.request.spec.model) is None:
@@ -168,7 +168,7 @@ def _end_of(stream: tuple[int, ...]) -> tuple[str, int]:
 
 
 def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
-    """Who still rests on a process that ended, or froze, a while ago. Whoever has slept himself counts silences from
+    """Which process still waits for one that ended, or froze, a while ago. A process that slept counts silences from
     then on, and has `within_s` for it."""
     for worker in world.workers.values():
         for request_id in resting(worker, gone) if worker.awake_for(within_s) else ():
@@ -184,7 +184,7 @@ def judge_notice(world: World, gone: Process, within_s: float) -> str | None:
 
 
 def resting(worker: SimWorker, node: Process) -> dict[RequestId, int]:
-    """The requests that wait at a node, and the numbers of their plans."""
+    """The requests that wait at a node, and the numbers of their schedules."""
     found: dict[RequestId, int] = {}
     for request in worker.core.requests.values():
         prefill = request.placement.prefill if request.placement is not None else None
@@ -195,7 +195,7 @@ def resting(worker: SimWorker, node: Process) -> dict[RequestId, int]:
 
 
 def judge_quiet(world: World) -> str | None:
-    """What is still held by anybody, when nothing should be."""
+    """What is still held when nothing should be."""
     for node in world.nodes.values():
         if not node.alive:
             continue

@@ -7,7 +7,7 @@ event, an action or a message is changed on its way through `react` of a simulat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -16,7 +16,7 @@ from kvferry.common.cluster.clients import Client
 from kvferry.common.cluster.events import Received, Tick
 from kvferry.common.cluster.links import LinkTable
 from kvferry.common.kv.prefix_cache import Content, PrefixCache
-from kvferry.common.protocol.messages import Abort, Granted, Heartbeat
+from kvferry.common.protocol.messages import Abort, Granted, Heartbeat, Message
 from kvferry.decode_node.receive_table import PieceLedger
 from kvferry.decode_node.reservations import Reservations
 from kvferry.decode_node.role import DecodeRole
@@ -63,7 +63,9 @@ class Seams(ExitStack):
         """Change each message that such processes send."""
 
         def changed(action: object) -> object:
-            return replace(action, message=change(action.message)) if isinstance(action, Send) else action
+            return (
+                replace(action, message=cast(Message, change(action.message))) if isinstance(action, Send) else action
+            )
 
         self.actions(owner, changed)
 

@@ -14,9 +14,23 @@ from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import NodeSpec
 from kvferry.ops.simulate.worker import WorkerSpec
-from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
+from tests.simulation.incompatible import MISMATCHED_FIELDS, mismatched, with_two_kinds
 from tests.simulation.profiles import PROFILES, Profile
-from tests.simulation.strangers import STRANGE_FIELDS, strange, with_two_kinds
+from tests.simulation.schedule import (
+    Ask,
+    Blip,
+    Crash,
+    Cut,
+    Drain,
+    Freeze,
+    Leave,
+    Mismatch,
+    Schedule,
+    ScheduledEvent,
+    Slow,
+    Stall,
+    Wedge,
+)
 
 WARM_UP_S = 0.7
 """Links are up by then if nothing hinders them."""
@@ -39,13 +53,13 @@ CONGESTED_BYTES_PER_S = (1e5, 2e5)
 LARGE_PIECE_BYTES = 16_384
 KV_CUTS = 4
 """Up to so many there."""
-REPLAN_TOKENS = 60
+RETRY_TOKENS = 60
 """One to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "killers", "damaged", "blips", "partitions", "slow", "crashes",
-                "freezes", "stalls", "wedges", "drains", "full", "preemption", "overload", "strangers")  # fmt: skip
+                "freezes", "stalls", "wedges", "drains", "full", "preemption", "overload", "incompatible")  # fmt: skip
 
 
-def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Plan:
+def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Schedule:
     """A schedule. `counts`: numbers of workers, prefill nodes, decode nodes; drawn when None."""
     rng = random.Random(f"{profile_name}:{seed}")
     profile = PROFILES[profile_name]
@@ -53,14 +67,14 @@ def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None 
         for name in SWARM_FIELDS:
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
-    # Apart, so that what else is drawn does not depend on them.
+    # Apart, so that other random choices do not depend on them.
     apart = ("one-sided", "swap", "kinds", "impatient", "congested")
     one_sided, swap, kinds, impatient, congested = (random.Random(f"{what} {profile_name}:{seed}") for what in apart)
     drawer = _Drawer(rng, profile, one_sided, swap)
     drawer.be_impatient(impatient)
     drawer.congest(congested)
     drawer.two_kinds = counts is None and kinds.random() < profile.kinds
-    return drawer.plan(seed, profile_name, counts)
+    return drawer.schedule(seed, profile_name, counts)
 
 
 class _Drawer:
@@ -105,7 +119,7 @@ class _Drawer:
             self.timers = msgspec.structs.replace(self.timers, piece_idle_timeout_s=rng.choice(SHORT_S))
             self.kv_bytes_per_s = rng.choice(CONGESTED_BYTES_PER_S)
 
-    def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
+    def schedule(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Schedule:
         rng, profile = self.rng, self.profile
         num_workers, num_prefill, num_decode = counts or (
             rng.choice((1, 1, 2)),
@@ -124,10 +138,15 @@ class _Drawer:
         nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
         if self.two_kinds:
             nodes = with_two_kinds(nodes)
-        nodes, strangers, misfits = self._misfits(nodes)
+        nodes, incompatible, mismatches = self._mismatches(nodes)
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
-        deeds: list[Deed] = [*asks, *misfits, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]
-        return Plan(
+        events: list[ScheduledEvent] = [
+            *asks,
+            *mismatches,
+            *self._leaves(asks),
+            *self._faults(hosts, [spec.name for spec in nodes]),
+        ]
+        return Schedule(
             seed,
             name,
             workers,
@@ -138,8 +157,8 @@ class _Drawer:
             self.late_share,
             self.unconfirmed_share,
             rng.choice((0.0005, 0.0005, 0.01, 0.05)) if profile.delays else 0.0005,
-            tuple(sorted(deeds, key=lambda deed: deed.at)),
-            strangers,
+            tuple(sorted(events, key=lambda event: event.at)),
+            incompatible,
         )
 
     def _limits(self) -> Limits:
@@ -147,7 +166,7 @@ class _Drawer:
         self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # with one slot they go one by one
         limits = Limits(
             transfers_per_peer=rng.choice((1, 4)),
-            retry_tokens_per_node=REPLAN_TOKENS,
+            retry_tokens_per_node=RETRY_TOKENS,
             staging_slots_per_transfer=self.staging_slots_per_transfer,
             max_attempts=self.profile.max_attempts,
         )
@@ -164,12 +183,12 @@ class _Drawer:
         rng = self.rng
         blocks = rng.choice((40, 64, 96))
         both = self.both or (self.mixed and rng.random() < 0.5)
-        takes_over = role == "decode" or both
-        if takes_over and self.full:
+        decodes = role == "decode" or both
+        if decodes and self.full:
             blocks = rng.choice((20, 26))
-        if takes_over and self.preemption:
+        if decodes and self.preemption:
             blocks = rng.choice((20, 24, 30))
-        swaps = self.swap and takes_over
+        swaps = self.swap and decodes
         spec = NodeSpec(
             name=f"{role[0].upper()}{number}",
             staging_slots=self.staging_slots,
@@ -196,21 +215,23 @@ class _Drawer:
         target = layer_bytes // self.pieces_per_layer if self.pieces_per_layer else LARGE_PIECE_BYTES
         return replace(spec, limits=msgspec.structs.replace(limits, piece_target_bytes=target))
 
-    def _misfits(self, nodes: tuple[NodeSpec, ...]) -> tuple[tuple[NodeSpec, ...], dict[str, str], list[Deed]]:
+    def _mismatches(
+        self, nodes: tuple[NodeSpec, ...]
+    ) -> tuple[tuple[NodeSpec, ...], dict[str, str], list[ScheduledEvent]]:
         """Perhaps one node that fits no other: there from the start, or in the place of another one for a while."""
         rng = self.rng
-        if rng.random() >= self.profile.strangers:
+        if rng.random() >= self.profile.incompatible:
             return nodes, {}, []
-        field, single = rng.choice(STRANGE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
+        field, single = rng.choice(MISMATCHED_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
         if single and rng.random() < 0.6:  # one with both roles would fit itself
-            return nodes, {}, [Misfit(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
-        stranger = self._stranger(rng.choice(nodes), len(nodes), field)
-        return (*nodes, stranger), {stranger.name: field}, []
+            return nodes, {}, [Mismatch(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
+        incompatible_node = self._incompatible_node(rng.choice(nodes), len(nodes), field)
+        return (*nodes, incompatible_node), {incompatible_node.name: field}, []
 
-    def _stranger(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
+    def _incompatible_node(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
         """One more node like this one, but for one thing."""
         role = self.rng.choice(like.roles)
-        return strange(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
+        return mismatched(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
 
     def _delays(self) -> Delays:
         rng = self.rng
@@ -268,7 +289,7 @@ class _Drawer:
         first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in pair)
         return first, second
 
-    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Deed]:
+    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[ScheduledEvent]:
         rng, profile = self.rng, self.profile
         for at in self._times(profile.blips):
             kv = rng.random() < 0.3
@@ -296,7 +317,7 @@ class _Drawer:
             yield Drain(at, rng.choice(hosts), rng.choice((0.05, 0.5)))
         yield from self._kv_cuts(hosts)
 
-    def _kv_cuts(self, hosts: list[str]) -> Iterator[Deed]:
+    def _kv_cuts(self, hosts: list[str]) -> Iterator[ScheduledEvent]:
         """Soon after a request, and for about as long as something is waited for."""
         rng = self.kv_cuts
         if rng is None:

@@ -12,8 +12,22 @@ from kvferry.ops.simulate.process import Process
 from kvferry.ops.simulate.worker import SimWorker
 from kvferry.ops.simulate.world import World
 from tests.simulation.checks import Violation, resting
-from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
-from tests.simulation.strangers import strange
+from tests.simulation.incompatible import mismatched
+from tests.simulation.schedule import (
+    Ask,
+    Blip,
+    Crash,
+    Cut,
+    Drain,
+    Freeze,
+    Leave,
+    Mismatch,
+    Schedule,
+    ScheduledEvent,
+    Slow,
+    Stall,
+    Wedge,
+)
 
 NOTICE_S = 3.0
 """After the end of a node, until no request waits there any more."""
@@ -28,24 +42,24 @@ POLL_S = 0.25
 
 @dataclass(slots=True)
 class Faults:
-    """What befalls the processes and the network of one schedule."""
+    """Injects the faults of one schedule into its processes and network."""
 
-    plan: Plan
+    schedule: Schedule
     world: World
     check_notice: Callable[[Process], None]
-    """Asked when nobody may rest on a process any more."""
+    """Called when no process may wait for this one any more."""
     calm_at: float = 0.0
     """When the last fault is over, as far as that is known."""
-    strangers: dict[str, str] = field(default_factory=dict)
+    incompatible: dict[str, str] = field(default_factory=dict)
     """Nodes that fit no other one now, and what is different about them."""
     _kills: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    """What happened: a deed that found nothing to do is not counted."""
+    """What happened: a event that found nothing to do is not counted."""
 
     @property
     def frozen_s(self) -> float:
         """How long processes stand still, all in all."""
-        return sum(deed.duration_s for deed in self.plan.deeds if isinstance(deed, Freeze | Stall))
+        return sum(event.duration_s for event in self.schedule.events if isinstance(event, Freeze | Stall))
 
     @property
     def notice_s(self) -> float:
@@ -55,15 +69,15 @@ class Faults:
     @property
     def notice_awake_s(self) -> float:
         """Until a process that sleeps no more knows, with the slowest message."""
-        slow = [deed.extra_s for deed in self.plan.deeds if isinstance(deed, Slow)]
-        delays = self.plan.delays
+        slow = [event.extra_s for event in self.schedule.events if isinstance(event, Slow)]
+        delays = self.schedule.delays
         slowest_s = 0.9 + delays.base_s + delays.jitter_s + delays.slow_s + 2 * max(slow, default=0.0)
         return NOTICE_S + slowest_s
 
-    def do(self, deed: Deed) -> None:
+    def do(self, event: ScheduledEvent) -> None:
         """Now."""
         self._later(0.0)
-        match deed:
+        match event:
             case Crash(_, host, after_actions, restart_s):
                 self._crash(host, after_actions, restart_s)
             case Drain(_, host, restart_s):
@@ -80,25 +94,25 @@ class Faults:
                 process = self._process(host)
                 if isinstance(process, SimNode):
                     self._wedge(process, restart_s)
-            case Misfit(_, host, field, duration_s):
-                self._misfit(host, field, duration_s)
+            case Mismatch(_, host, field, duration_s):
+                self._mismatch(host, field, duration_s)
             case Blip(_, host_a, host_b, kv):
                 self.counts["KV connection broken" if kv else "connection broken"] += 1
                 (self.world.kv if kv else self.world.network).blip(host_a, host_b)
             case Cut(_, from_host, to_host, duration_s, kv):
                 (self.world.kv if kv else self.world.network).cut(from_host, to_host, duration_s)
                 self._later(duration_s)
-                self.world.loop.after(0.0, self._count_cut, deed)
+                self.world.loop.after(0.0, self._count_cut, event)
             case Slow(_, host, extra_s, duration_s):
                 self.counts["slow host"] += 1
                 self.world.network.slow_hosts[host] = extra_s
                 self._later(duration_s)
                 self.world.loop.after(duration_s, self.world.network.speed_up, host)
             case Ask() | Leave():
-                raise TypeError(f"{deed} is no fault")
+                raise TypeError(f"{event} is no fault")
 
     def end_late_writes(self) -> None:
-        """From here on one-sided writes land at once and are confirmed; earlier ones may be under way for a while."""
+        """From here on one-sided writes land immediately and are confirmed; earlier ones may take a while."""
         kv = self.world.kv
         if kv.late_share + kv.unconfirmed_share > 0:
             kv.late_share = kv.unconfirmed_share = 0.0
@@ -113,17 +127,20 @@ class Faults:
 
     def killed(self, node: SimNode, seed: int) -> None:
         """A request ended its decode node: it may do so to crash_limit of them, no more. Where news is slow, or other
-        things go wrong, not each of these deaths can be told from another loss, and max_attempts bounds them."""
+        things go wrong, not each of these deaths can be distinguished from another loss, and max_attempts bounds
+        them."""
         self._kills[seed] += 1
         limits = node.spec.limits
-        plain = self.plan.delays == Delays() and not any(not isinstance(deed, Ask) for deed in self.plan.deeds)
+        plain = self.schedule.delays == Delays() and not any(
+            not isinstance(event, Ask) for event in self.schedule.events
+        )
         if self._kills[seed] > (limits.crash_limit if plain else limits.max_attempts):
             raise Violation(f"one request ended {self._kills[seed]} processes")
         self._later(AFTER_KILL_S)
         self.world.loop.after(0.5, self.restart, node)
 
     def total(self) -> Counter[str]:
-        """All that befell, with what the network did by itself."""
+        """All faults, with those of the network itself."""
         network, kv = self.world.network, self.world.kv
         own = {
             "message lost with its connection": network.num_lost,
@@ -170,12 +187,12 @@ class Faults:
             process.stall()
             self._notice_stillness(process, duration_s)
             self._later(duration_s)
-            self.world.loop.after(duration_s, process.go_on)
+            self.world.loop.after(duration_s, process.end_stall)
 
     def _notice_stillness(self, process: Process, duration_s: float) -> None:
-        """Nobody may rest on who stands still for so long that all must have noticed."""
+        """No process may wait for one that stands still for so long that all must have noticed."""
         within_s = self.notice_s - duration_s
-        if within_s < duration_s:  # else it goes on by then, and may even stand still again
+        if within_s < duration_s:  # else it continues by then, and may even stand still again
             self.world.loop.after(within_s, self._check_still, process)
 
     def _check_still(self, process: Process) -> None:
@@ -183,17 +200,17 @@ class Faults:
         if process.alive:
             self.check_notice(process)
 
-    def _misfit(self, host: str, field: str, duration_s: float) -> None:
+    def _mismatch(self, host: str, field: str, duration_s: float) -> None:
         right = self.world.nodes[host].spec
-        self.counts["node replaced by a misfit"] += 1
-        self._replace(strange(right, field))
-        self.strangers[host] = field
+        self.counts["node replaced by an incompatible one"] += 1
+        self._replace(mismatched(right, field))
+        self.incompatible[host] = field
         self._later(duration_s)
         self.world.loop.after(duration_s, self._replace, right)
 
     def _replace(self, spec: NodeSpec) -> None:
         self.world.nodes[spec.name].end("replaced")
-        self.strangers.pop(spec.name, None)
+        self.incompatible.pop(spec.name, None)
         self.world.start_node(spec)
 
     def _wedge(self, node: SimNode, restart_s: float) -> None:
@@ -211,13 +228,13 @@ class Faults:
             stuck = [(worker, resting(worker, node)) for worker in workers]
             within_s = node.spec.timers.engine_stall_s + self.notice_s
             self.world.loop.after(within_s, self._check_stuck, node, stuck)
-            if not self.frozen_s:  # who slept counts anew
+            if not self.frozen_s:  # a process that slept counts again
                 self.world.loop.after(node.spec.timers.engine_stall_exit_s + AFTER_WEDGE_S, self._check_exit, node)
 
     def _check_stuck(self, node: SimNode, stuck: list[tuple[SimWorker, dict[RequestId, int]]]) -> None:
-        for worker, plans in stuck:
+        for worker, schedules in stuck:
             noticed = node.alive and worker.awake_for(node.spec.timers.engine_stall_s + self.notice_awake_s)
-            still = resting(worker, node).items() & plans.items() if noticed else ()
+            still = resting(worker, node).items() & schedules.items() if noticed else ()
             for request_id, _ in still:
                 raise Violation(f"{worker.host} leaves {request_id[:8]} at {node.host}, whose engine makes no step")
 
@@ -229,13 +246,13 @@ class Faults:
         process.end("wedged")
         self.restart(process)
 
-    def _count_cut(self, deed: Cut) -> None:
+    def _count_cut(self, event: Cut) -> None:
         """After all that happens at the same moment: a partition is two cuts."""
-        if deed.kv:
+        if event.kv:
             self.counts["KV partition"] += 1
-        elif not self.world.network.is_cut(deed.to_host, deed.from_host):
+        elif not self.world.network.is_cut(event.to_host, event.from_host):
             self.counts["partition, one way"] += 1
-        elif deed.from_host < deed.to_host:
+        elif event.from_host < event.to_host:
             self.counts["partition, both ways"] += 1
 
     def _watch_drain(self, process: SimNode | SimWorker, restart_s: float, since: float) -> None:

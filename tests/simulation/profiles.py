@@ -1,4 +1,4 @@
-"""Which faults a schedule may have, and how often. Rates are numbers of deeds a schedule, drawn around them."""
+"""Which faults a schedule may have, and how often. Rates are numbers of events a schedule, drawn around them."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ class Profile:
     deadlines: float = 0.0
     """Share of requests with a deadline that will often be missed."""
     poisoned: float = 0.0
-    """Share of requests for which no token can be drawn."""
+    """Share of requests for which no token can be sampled."""
     killers: float = 0.0
     """Share of requests whose decoding ends the process."""
     damaged: float = 0.0
@@ -45,7 +45,7 @@ class Profile:
     """Losses in a row that end a request."""
     slow_engine: bool = False
     """Steps are so slow and short that prompts wait for one another."""
-    strangers: float = 0.0
+    incompatible: float = 0.0
     """Share of schedules with a node that fits no other one."""
     kinds: float = 0.0
     """Share of schedules in which every other node of a role has other weights under the same name."""
@@ -82,7 +82,7 @@ PROFILES: dict[str, Profile] = {
     "pauses": Profile(requests=16, delays=True, slow_engine=True, span_s=1.0),
     "wedges": Profile(requests=12, wedges=1.5),
     "stalls": Profile(delays=True, leaving=0.2, stalls=2),
-    "strangers": Profile(delays=True, crashes=0.5, blips=1, strangers=1.0),
+    "incompatible": Profile(delays=True, crashes=0.5, blips=1, incompatible=1.0),
     "kinds": Profile(delays=True, blips=2, crashes=2, drains=0.7, wedges=0.3, preemption=0.3, both=0.2, kinds=1.0),
     "killers": Profile(killers=0.15),
     "damage": Profile(delays=True, damaged=1.0),
@@ -124,7 +124,7 @@ PROFILES["all"] = Profile(
     overload=0.3,
     both=0.1,
     mixed=0.1,
-    strangers=0.15,
+    incompatible=0.15,
     kinds=0.1,
     one_sided=0.3,
     impatient=0.1,

@@ -1,4 +1,4 @@
-"""Carries out a schedule and judges it. Deterministic: the same plan gives the same events, in the same order."""
+"""Carries out a schedule and judges it. Deterministic: the same schedule gives the same events, in the same order."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from tests.simulation.checks import (
     judge_rested,
 )
 from tests.simulation.faults import POLL_S, Faults
-from tests.simulation.plan import Ask, Deed, Leave, Plan
-from tests.simulation.watch import Watch
+from tests.simulation.monitor import Monitor
+from tests.simulation.schedule import Ask, Leave, Schedule, ScheduledEvent
 
 QUIET_S = 2.2
 """After the last request ended, until nothing may be held any more: a list, and a slow message or two."""
@@ -35,47 +35,50 @@ PROBE_MARGIN_S = 0.1
 class Run:
     """One schedule in the making."""
 
-    plan: Plan
+    schedule: Schedule
     check_every: int = 64
     trace: Callable[[Process, object], None] | None = None
     world: World = field(init=False)
     judges: dict[int, StreamJudge] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     """How requests ended."""
-    watch: Watch = field(init=False)
+    monitor: Monitor = field(init=False)
     faults: Faults = field(init=False)
     _by_stream: dict[str, StreamJudge] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.watch = Watch(self.trace)
+        self.monitor = Monitor(self.trace)
         self.world = World(
-            self.plan.seed,
-            timers=self.plan.workers[0].timers,
-            delays=self.plan.delays,
-            static=self.plan.static,
+            self.schedule.seed,
+            timers=self.schedule.workers[0].timers,
+            delays=self.schedule.delays,
+            static=self.schedule.static,
             check_every=self.check_every,
-            trace=self.watch.look,
+            trace=self.monitor.look,
             on_new_process=self._new_process,
         )
-        self.world.kv.damaged_share = self.plan.damaged_share
-        self.world.kv.late_share = self.plan.late_share
-        self.world.kv.unconfirmed_share = self.plan.unconfirmed_share
-        self.world.kv.base_delay_s, self.world.kv.jitter_s = self.plan.piece_delay_s, 2 * self.plan.piece_delay_s
-        self.faults = Faults(self.plan, self.world, self._check_notice)
-        self.faults.strangers |= self.plan.strangers
-        self.watch.strangers = self.faults.strangers
-        self.watch.clock_slack_s += self.faults.frozen_s
+        self.world.kv.damaged_share = self.schedule.damaged_share
+        self.world.kv.late_share = self.schedule.late_share
+        self.world.kv.unconfirmed_share = self.schedule.unconfirmed_share
+        self.world.kv.base_delay_s, self.world.kv.jitter_s = (
+            self.schedule.piece_delay_s,
+            2 * self.schedule.piece_delay_s,
+        )
+        self.faults = Faults(self.schedule, self.world, self._check_notice)
+        self.faults.incompatible |= self.schedule.incompatible
+        self.monitor.incompatible = self.faults.incompatible
+        self.monitor.clock_slack_s += self.faults.frozen_s
 
     def run(self) -> Counter[str]:
         """Do it all. Raises Violation, or whatever a core raises."""
         world, loop = self.world, self.world.loop
-        for node in self.plan.nodes:
+        for node in self.schedule.nodes:
             world.start_node(node)
-        for worker in self.plan.workers:
+        for worker in self.schedule.workers:
             world.start_worker(worker)
-        for deed in self.plan.deeds:
-            loop.at(deed.at, self._do, deed)
-        last = max((deed.at for deed in self.plan.deeds), default=0.0)
+        for event in self.schedule.events:
+            loop.at(event.at, self._do, event)
+        last = max((event.at for event in self.schedule.events), default=0.0)
         loop.run_until(last)
         self.faults.end_late_writes()
         self._run_to_recovery()
@@ -85,16 +88,16 @@ class Run:
         self._run_to_rested()
         return self.counts
 
-    # -- deeds
+    # -- events
 
-    def _do(self, deed: Deed) -> None:
-        match deed:
+    def _do(self, event: ScheduledEvent) -> None:
+        match event:
             case Ask():
-                self._ask(deed)
+                self._ask(event)
             case Leave(_, number):
                 self._leave(number)
             case _:
-                self.faults.do(deed)
+                self.faults.do(event)
 
     def _ask(self, ask: Ask) -> None:
         worker = self.world.workers[ask.worker]
@@ -104,12 +107,12 @@ class Run:
         stream = self.world.send_request(worker, ask.prompt, sampling, priority=ask.priority, timeout_s=ask.timeout_s)
         if worker.core.draining_since is not None and stream.refused is None and not worker.asleep:
             raise Violation(f"{ask.worker} drains and takes a request")
-        at_once = worker.core.draining_since is None and MODEL_NAME in worker.core.models
-        if at_once and isinstance(stream.refused, UnavailableError):
+        accepted = worker.core.draining_since is None and MODEL_NAME in worker.core.models
+        if accepted and isinstance(stream.refused, UnavailableError):
             raise Violation(f"{ask.worker} refuses a request that could wait: {stream.refused}")
-        slow = any(node.costs.step_s > SLOW_STEP_S for node in self.plan.nodes)
+        slow = any(node.costs.step_s > SLOW_STEP_S for node in self.schedule.nodes)
         judge = StreamJudge(
-            stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5, slow_engine=slow, weights=self.plan.weights
+            stream, ask.poisoned, slack_s=self.faults.frozen_s + 0.5, slow_engine=slow, weights=self.schedule.weights
         )
         self.judges[ask.number] = self._by_stream[stream.request.request_id] = judge
 
@@ -144,16 +147,16 @@ class Run:
     def _on_stream_event(self, stream: SimulatedStream, event: StreamEvent) -> None:
         self._by_stream[stream.request.request_id].take(event, self.world.loop.now())
 
-    # -- phases after the last deed
+    # -- phases after the last event
 
     def _run_to_recovery(self) -> None:
         """Until all was calm for RECOVERY_S. A request that ends its node may have come late, and do so even now: then
-        there is a last fault anew."""
+        there is a last fault again."""
         loop = self.world.loop
         while True:
             self._run_to_calm()
             calm_at, served_at = self.faults.calm_at, loop.now() + RECOVERY_S
-            loop.run_until(served_at - self.plan.workers[0].timers.new_request_wait_s + PROBE_MARGIN_S)
+            loop.run_until(served_at - self.schedule.workers[0].timers.new_request_wait_s + PROBE_MARGIN_S)
             self._probe_all(must_succeed=False)
             loop.run_until(served_at)
             if self.faults.calm_at == calm_at:
@@ -176,7 +179,7 @@ class Run:
         sampling = SamplingParams(max_new_tokens=3, seed=number, do_sample=True)
         stream = self.world.send_request(worker, PROBE_PROMPT, sampling, priority=1, timeout_s=6.0)
         slack_s = self.faults.frozen_s + 0.5
-        weights = self.plan.weights
+        weights = self.schedule.weights
         judge = StreamJudge(stream, poisoned=False, must_succeed=must_succeed, slack_s=slack_s, weights=weights)
         self.judges[-1 - len(self.judges)] = self._by_stream[stream.request.request_id] = judge
 
@@ -191,11 +194,11 @@ class Run:
             self._watch_calm()
             damaged_at = self.world.kv.damaged_at.get(judge.stream.request.request_id, 0.0)
             calm_at = max(self.faults.calm_at, damaged_at)
-            self.counts[judge.verdict(troubled=self.plan.troubled, calm_at=calm_at)] += 1
+            self.counts[judge.verdict(troubled=self.schedule.troubled, calm_at=calm_at)] += 1
 
     def _watch_calm(self) -> None:
         """Without faults nothing is lost on the way: no attempt ends that the worker did not end."""
-        for what in self.watch.counts if not self.plan.troubled else ():
+        for what in self.monitor.counts if not self.schedule.troubled else ():
             if what.startswith("Gone lost") or what == "HandoverFailed lost":
                 raise Violation(f"without any fault: {what}")
 
@@ -214,7 +217,7 @@ class Run:
 
     def _run_to_rested(self) -> None:
         """Staging slots of senders that died may rest longer than anything else is held."""
-        loop, timers = self.world.loop, self.plan.workers[0].timers
+        loop, timers = self.world.loop, self.schedule.workers[0].timers
         until = loop.now() + timers.client_timeout_s + timers.quarantine_s + QUIET_S
         while judge_rested(self.world) is not None and loop.now() < until:
             loop.run_until(loop.now() + POLL_S)
@@ -223,8 +226,8 @@ class Run:
             raise Violation(complaint)
 
 
-def run_plan(
-    plan: Plan, *, check_every: int = 64, trace: Callable[[Process, object], None] | None = None
+def run_schedule(
+    schedule: Schedule, *, check_every: int = 64, trace: Callable[[Process, object], None] | None = None
 ) -> Counter[str]:
     """Run it; what came out is counted. Raises Violation, InvariantError or whatever else went wrong."""
-    return Run(plan, check_every, trace).run()
+    return Run(schedule, check_every, trace).run()

@@ -50,13 +50,13 @@ def run_seeds(choice: str, first: int, end: int) -> Tally:
         tally.count("profile", {name: 1})
         tally.count("fault", run.faults.total())
         tally.count("end of requests", run.counts)
-        tally.count("message", run.watch.counts)
+        tally.count("message", run.monitor.counts)
     tally.cpu_s = time.process_time() - began
     return tally
 
 
 def prepare_process() -> None:
-    """Set up a process of the pool. Ctrl-C reaches it too, and must not end what it has begun."""
+    """Set up a process of the pool. Ctrl-C reaches it too, and must not end a started schedule."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ease_collector()
 
@@ -166,11 +166,11 @@ def shrink_some(failed: list[Failed], out: Path) -> None:
     """Shrink the first failure of each kind."""
     first_of_kind = {one.kind: one for one in reversed(failed)}
     for one in list(first_of_kind.values())[-MOST_SHRUNK:]:
-        plan = draw_plan(one.seed, one.profile)
-        failure = try_plan(plan)
+        schedule = draw_plan(one.seed, one.profile)
+        failure = try_plan(schedule)
         if failure is not None:
             say(f"seed {one.seed} ({one.profile}): {failure.text}")
-            show_shrunk(plan, failure, out)
+            show_shrunk(schedule, failure, out)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from hashlib import sha256
 from types import FrameType
 
 from tests.simulation.checks import Violation
-from tests.simulation.plan import Plan
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
+from tests.simulation.schedule import Schedule
 
 CPU_LIMIT_S = 60
 """No schedule needs a tenth of this."""
@@ -63,9 +63,9 @@ def ease_collector() -> None:
     gc.set_threshold(50_000, 10, 10)
 
 
-def try_plan(plan: Plan, check_every: int = 64) -> Failure | None:
-    """Run a schedule that nobody wants to look at any closer."""
-    return attempt(Run(plan, check_every))
+def try_plan(schedule: Schedule, check_every: int = 64) -> Failure | None:
+    """Run a schedule without a trace."""
+    return attempt(Run(schedule, check_every))
 
 
 @contextmanager

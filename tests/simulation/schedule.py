@@ -1,6 +1,6 @@
-"""A schedule as plain data: a cluster and a list of timed deeds. Drawn by `draw.py`, carried out by `run.py`.
+"""A schedule as plain data: a cluster and a list of timed events. Drawn by `draw.py`, carried out by `run.py`.
 
-Nothing random is left in it but the network's delays, which come from the seed. Leaving deeds out gives another valid
+Nothing random is left in it but the network's delays, which come from the seed. Leaving events out gives another valid
 schedule: that is what shrinking does. A schedule can be kept in a file (JSON) and is the same when it is read again.
 """
 
@@ -11,7 +11,7 @@ import msgspec
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import MODEL_NAME, NodeSpec
 from kvferry.ops.simulate.worker import WorkerSpec
-from tests.simulation.strangers import strange
+from tests.simulation.incompatible import mismatched
 from tests.support.files import write_whole
 
 
@@ -27,9 +27,9 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     priority: int
     timeout_s: float
     poisoned: bool = False
-    """No token can be drawn for it."""
+    """No token can be sampled for it."""
     kills: bool = False
-    """Whoever decodes it dies."""
+    """The node that decodes it dies."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -65,7 +65,7 @@ class Freeze(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stall(msgspec.Struct, frozen=True, tag=True):
-    """A process reads no message and feels no time for a while; its connections stand, its engine goes on."""
+    """A process reads no message and feels no time for a while; its connections stand, its engine continues."""
 
     at: float
     host: str
@@ -80,13 +80,13 @@ class Wedge(msgspec.Struct, frozen=True, tag=True):
     restart_s: float
 
 
-class Misfit(msgspec.Struct, frozen=True, tag=True):
+class Mismatch(msgspec.Struct, frozen=True, tag=True):
     """A node is replaced at its address by one that fits no other node, and that one by the right one again."""
 
     at: float
     host: str
     field: str
-    """What is different; see strangers.py."""
+    """What is different; see incompatible.py."""
     duration_s: float
 
 
@@ -118,10 +118,10 @@ class Slow(msgspec.Struct, frozen=True, tag=True):
     duration_s: float
 
 
-Deed = Ask | Leave | Crash | Drain | Freeze | Stall | Wedge | Misfit | Blip | Cut | Slow
+ScheduledEvent = Ask | Leave | Crash | Drain | Freeze | Stall | Wedge | Mismatch | Blip | Cut | Slow
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Schedule(msgspec.Struct, frozen=True):
     """All of one schedule."""
 
     seed: int
@@ -132,36 +132,40 @@ class Plan(msgspec.Struct, frozen=True):
     static: bool
     damaged_share: float
     late_share: float
-    """Of one-sided writes, until the last deed."""
+    """Of one-sided writes, until the last event."""
     unconfirmed_share: float
     piece_delay_s: float
     """A piece is under way for once to three times as long."""
-    deeds: tuple[Deed, ...] = ()
-    strangers: dict[str, str] = {}
-    """Nodes that fit no other one, and what is different about them (strangers.py). They are among the nodes."""
+    events: tuple[ScheduledEvent, ...] = ()
+    incompatible: dict[str, str] = {}
+    """Nodes that fit no other one, and what is different about them (incompatible.py). They are among the nodes."""
 
     @property
     def weights(self) -> frozenset[int]:
         """Of all nodes that ever serve the model."""
         nodes = {node.name: node for node in self.nodes if node.model_name == MODEL_NAME}
-        misfits = [strange(nodes[deed.host], deed.field) for deed in self.deeds if isinstance(deed, Misfit)]
-        return frozenset(node.weights_number for node in [*nodes.values(), *misfits] if node.model_name == MODEL_NAME)
+        mismatches = [
+            mismatched(nodes[event.host], event.field) for event in self.events if isinstance(event, Mismatch)
+        ]
+        return frozenset(
+            node.weights_number for node in [*nodes.values(), *mismatches] if node.model_name == MODEL_NAME
+        )
 
     @property
     def troubled(self) -> bool:
         """Whether anything but asking, leaving and delay happens."""
         shares = self.damaged_share + self.late_share + self.unconfirmed_share
-        return shares > 0 or any(not isinstance(deed, Ask | Leave) or _kills(deed) for deed in self.deeds)
+        return shares > 0 or any(not isinstance(event, Ask | Leave) or _kills(event) for event in self.events)
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
         write_whole(path, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
-    def load(cls, path: Path) -> "Plan":
+    def load(cls, path: Path) -> "Schedule":
         """Read it from a file. Raises OSError, or msgspec.DecodeError when it is no schedule."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
 
-def _kills(deed: Deed) -> bool:
-    return isinstance(deed, Ask) and deed.kills
+def _kills(event: ScheduledEvent) -> bool:
+    return isinstance(event, Ask) and event.kills

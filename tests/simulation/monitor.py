@@ -39,29 +39,29 @@ from kvferry.ops.simulate.node import SimNode
 from kvferry.ops.simulate.process import Process
 from kvferry.ops.simulate.worker import SimulatedStream, SimWorker
 from tests.simulation.checks import Violation
-from tests.simulation.strangers import refused_field
+from tests.simulation.incompatible import refused_field
 
 LONGEST_STEP_S = 1.0
 """No step of a simulated engine takes as long."""
 
 
 @dataclass(slots=True)
-class Watch:
+class Monitor:
     """`look` is every process's trace."""
 
     also: Callable[[Process, object], None] | None = None
     """Another trace to be called first."""
     clock_slack_s: float = 0.01
     """A request may have waited this long for a worker that was frozen."""
-    strangers: Mapping[str, str] = field(default_factory=dict)
+    incompatible: Mapping[str, str] = field(default_factory=dict)
     """Nodes that fit no other one now, and what is different about them."""
     counts: Counter[str] = field(default_factory=Counter)
     _ticked: dict[str, float] = field(default_factory=dict)
     _targets: dict[tuple[RequestId, int], TransferKey] = field(default_factory=dict)
     _granted: dict[TransferKey, set[Granted]] = field(default_factory=dict)
-    """Each that is different: a Reserve that comes late, after a Cancel or an Abort, is granted anew."""
+    """Each that is different: a Reserve that comes late, after a Cancel or an Abort, is granted again."""
     _cancelled: dict[tuple[Incarnation, RequestId], int] = field(default_factory=dict)
-    """The last attempt that a node was told to forget."""
+    """The last attempt that a node was asked to forget."""
     _aborted: set[TransferKey] = field(default_factory=set)
     _preempted: dict[RequestId, set[int]] = field(default_factory=dict)
     _owners: dict[tuple[RequestId, int], Incarnation] = field(default_factory=dict)
@@ -87,17 +87,17 @@ class Watch:
             case Abort(key=key):
                 self._aborted.add(key)
             case Cancel(request_id=request_id, attempt=attempt) if envelope.receiver == process.incarnation:
-                told = process.incarnation, request_id
-                self._cancelled[told] = max(attempt, self._cancelled.get(told, 0))
-            case _ if self.strangers:
+                cancelled = process.incarnation, request_id
+                self._cancelled[cancelled] = max(attempt, self._cancelled.get(cancelled, 0))
+            case _ if self.incompatible:
                 self._check_strangers(process, envelope)
             case _:
                 pass
 
     def _check_strangers(self, process: Process, envelope: Envelope) -> None:
-        """A stranger gets no work. What was meant for an earlier life at its address is none."""
+        """An incompatible node gets no work. Messages for an earlier incarnation at its address are no work."""
         work = isinstance(envelope.message, Job | Reserve | Commit) and envelope.receiver == process.incarnation
-        if work and process.host in self.strangers:
+        if work and process.host in self.incompatible:
             raise Violation(f"{process.host} fits no other node and gets a {type(envelope.message).__name__}")
         match envelope.message:
             case HelloRefused(reason=reason):
@@ -109,21 +109,21 @@ class Watch:
                 pass
 
     def _check_earlier_grant(self, process: Process, key: TransferKey, reason: str) -> None:
-        """It is of an earlier grant, which its worker or its sender gave up since: nothing else is granted anew."""
+        """It is of an earlier grant, which its worker or its sender gave up since: nothing else is granted again."""
         cancelled = self._cancelled.get((process.incarnation, key.request_id), 0) >= key.attempt
         if not (cancelled or key in self._aborted) or len(self._granted.get(key, ())) < 2:
             raise Violation(f"{process.host}: {reason}")
 
     def _check_clocks(self, process: Process, stream: SimulatedStream, message: Job) -> None:
-        """Age and deadline go on over all attempts."""
+        """Age and deadline continue over all attempts."""
         waited_s = process.loop.now() - stream.sent_at
         wrong = abs(message.waited_ms / 1000 - waited_s) > self.clock_slack_s
         remaining_s = max(0.0, stream.request.timeout_s - waited_s)
         if wrong or abs(message.remaining_ms / 1000 - remaining_s) > self.clock_slack_s:
-            raise Violation(f"attempt {message.attempt} of {message.request_id[:8]} starts its age or deadline anew")
+            raise Violation(f"attempt {message.attempt} of {message.request_id[:8]} starts its age or deadline again")
 
     def _check_engine(self, node: SimNode) -> None:
-        """Whoever is slow, an engine that has work makes steps. Not asked of a node that has just been still itself."""
+        """However slow, an engine that has work makes steps. Not asked of a node that has just been still itself."""
         now, before = node.loop.now(), self._ticked.get(node.host, 0.0)
         self._ticked[node.host] = now
         still_s = now - node.core.progress.last_progress
@@ -135,7 +135,7 @@ class Watch:
         """It names what is different."""
         named = reason.partition(":")[0]
         self.counts[f"HelloRefused {named}"] += 1
-        if named not in [refused_field(field) for field in self.strangers.values()]:
+        if named not in [refused_field(field) for field in self.incompatible.values()]:
             raise Violation(f"a Hello is refused for {reason}, which is not what is different")
 
     def _commits(self, process: Process, key: TransferKey) -> None:
@@ -146,14 +146,14 @@ class Watch:
         if target != key:
             raise Violation(f"attempt {key.attempt} of {key.request_id[:8]} is committed a second time, elsewhere")
 
-    def _given_back(self, node: SimNode, message: Gone) -> None:
-        """No request is given back more often than max_preemptions times, but by nodes that drain."""
+    def _on_preempted(self, node: SimNode, message: Gone) -> None:
+        """No request is preempted more often than max_preemptions times, but by nodes that drain."""
         if node.core.draining_since is not None:
             return
         attempts = self._preempted.setdefault(message.request_id, set())
         attempts.add(message.attempt)
         if len(attempts) > node.spec.limits.max_preemptions:
-            raise Violation(f"{message.request_id[:8]} is given back {len(attempts)} times")
+            raise Violation(f"{message.request_id[:8]} is preempted {len(attempts)} times")
 
     def _sent(self, process: Process, message: Message) -> None:
         match message:
@@ -182,7 +182,7 @@ class Watch:
             case Gone(reason=reason, detail=detail):
                 self.counts[f"Gone {reason} {detail[:30]}".strip()] += 1
                 if reason == "preempted" and isinstance(process, SimNode):
-                    self._given_back(process, message)
+                    self._on_preempted(process, message)
             case Refused(reason=reason):
                 self.counts[f"Refused {reason[:30]}"] += 1
             case Queued():

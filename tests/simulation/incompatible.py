@@ -13,17 +13,17 @@ _STRANGE: Mapping[str, Mapping[str, object]] = {
     "block_size": {"block_size": 8},
     "num_layers": {"num_layers": 3},
 }
-STRANGE_FIELDS = tuple(_STRANGE)
+MISMATCHED_FIELDS = tuple(_STRANGE)
 """The name of the model, or a field of the tuple that Hello carries."""
 
 
-def strange(spec: NodeSpec, field: str) -> NodeSpec:
+def mismatched(spec: NodeSpec, field: str) -> NodeSpec:
     """The same node, but for this."""
     return replace(spec, **_STRANGE[field])  # type: ignore[arg-type]
 
 
 def with_two_kinds(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
-    """Every other node of each role has other weights under the same name; not those of any stranger."""
+    """Every other node of each role has other weights under the same name; not those of any incompatible node."""
     numbers: Counter[tuple[str, ...]] = Counter()
     found = []
     for node in nodes:
