@@ -7,16 +7,8 @@ use by another hand-over is checked here, where a real machine would corrupt it 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.events import (
-    Event,
-    PieceArrived,
-    PieceBad,
-    SessionClosed,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.events import Event, PieceArrived, PieceBad, SessionClosed
 from kvferry.common.protocol.messages import Piece
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore

@@ -59,7 +59,7 @@ class Seams(ExitStack):
 
         self.wrap(owner, "react", make)
 
-    def messages(self, owner: type[Process], change: Callable[[Any], object]) -> None:
+    def messages(self, owner: type[Process], change: Callable[[Any], Any]) -> None:
         """Change each message that such processes send."""
 
         def changed(action: object) -> object:

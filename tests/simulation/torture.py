@@ -6,6 +6,7 @@ printed and written to the folder of the state file. Exit code 1 when a schedule
 """
 
 import argparse
+import math
 import os
 import shlex
 import signal
@@ -14,7 +15,6 @@ import time
 from collections import deque
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +31,6 @@ from tests.simulation.trial import attempt, ease_collector, profile_of, try_plan
 
 CHUNK = 10
 """Seeds of one task of a process."""
-SAVE_EVERY_S = 2.0
 MOST_FAILED = 100
 """No schedule is started after so many failures."""
 MOST_SHRUNK = 3
@@ -56,71 +55,31 @@ def run_seeds(choice: str, first: int, end: int) -> Tally:
 
 
 def prepare_process() -> None:
-    """Set up a process of the pool. Ctrl-C reaches it too, and must not end a started schedule."""
+    """Set up a process of the pool. Ctrl-C reaches it too, and must not end its schedule."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ease_collector()
 
 
-@dataclass(slots=True)
-class Torture:
-    """One run of it."""
-
-    ledger: Ledger
-    path: Path
-    until: int | None
-    """Seeds in all runs together."""
-    ends_at: float
-    """Monotonic seconds."""
-    jobs: int
-    stopped: bool = False
-    _handlers: dict[int, object] = field(default_factory=dict)
-
-    def run(self, bar: "tqdm[NoReturn]") -> None:
-        """Run until all seeds are done, the time is over, or a signal stops it. Raises BrokenProcessPool."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._stop)
-        try:
-            with ProcessPoolExecutor(self.jobs, get_context("spawn"), prepare_process) as pool:
-                self._run(pool, bar)
-        finally:
-            self.ledger.save(self.path)
-            self._restore_handlers()
-
-    def _run(self, pool: ProcessPoolExecutor, bar: "tqdm[NoReturn]") -> None:
-        pending: deque[tuple[int, Future[Tally]]] = deque()
-        at, saved_at = self.ledger.next_seed, 0.0
-        wall_s, began = self.ledger.wall_s, time.monotonic()
+def run_all(ledger: Ledger, path: Path, until: float, ends_at: float, jobs: int, bar: "tqdm[NoReturn]") -> None:
+    """Run seeds below `until`, at most until `ends_at` (monotonic seconds). Raises BrokenProcessPool."""
+    pending: deque[tuple[int, Future[Tally]]] = deque()
+    at = ledger.next_seed
+    with ProcessPoolExecutor(jobs, get_context("spawn"), prepare_process) as pool:
         while True:
-            while len(pending) < 2 * self.jobs and self._may_start(at):
-                first, at = at, at + CHUNK if self.until is None else min(at + CHUNK, self.until)
-                pending.append((at, pool.submit(run_seeds, self.ledger.profile, first, at)))
+            hopeless = len(ledger.tally.failed) >= MOST_FAILED
+            while len(pending) < 2 * jobs and at < until and not hopeless and time.monotonic() < ends_at:
+                first, at = at, int(min(at + CHUNK, until))
+                pending.append((at, pool.submit(run_seeds, ledger.profile, first, at)))
             if not pending:
                 return
             end, future = pending.popleft()
             tally = future.result()
             for failed in tally.failed:
                 bar.write(f"seed {failed.seed} ({failed.profile}): {failed.text}\nreplay: {failed.replay}")
-            bar.update(end - self.ledger.next_seed)
-            self.ledger.next_seed = end
-            self.ledger.tally.add(tally)
-            self.ledger.wall_s = wall_s + time.monotonic() - began
-            if time.monotonic() - saved_at > SAVE_EVERY_S:
-                saved_at = time.monotonic()
-                self.ledger.save(self.path)
-
-    def _may_start(self, seed: int) -> bool:
-        over = self.until is not None and seed >= self.until
-        hopeless = len(self.ledger.tally.failed) >= MOST_FAILED
-        return not (over or hopeless or self.stopped or time.monotonic() >= self.ends_at)
-
-    def _stop(self, *_: object) -> None:
-        """Wait for the schedules in progress. A second signal ends the process."""
-        self.stopped = True
-        self._restore_handlers()
-
-    def _restore_handlers(self) -> None:
-        while self._handlers:
-            signal.signal(*self._handlers.popitem())  # type: ignore[arg-type]
+            bar.update(end - ledger.next_seed)
+            ledger.next_seed = end
+            ledger.tally.add(tally)
+            ledger.save(path)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -144,22 +103,19 @@ def main(argv: list[str]) -> int:
     path: Path = arguments.out / f"{arguments.profile}.json"
     ledger = Ledger.open(path, arguments.profile, fresh=arguments.fresh)
     say(f"code {ledger.code}: {f'continues at seed {ledger.next_seed}' if ledger.next_seed else 'a new count'}")
-    ends_at = float("inf") if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
-    torture = Torture(ledger, path, arguments.seeds, ends_at, arguments.jobs)
+    ends_at = math.inf if arguments.minutes is None else time.monotonic() + 60 * arguments.minutes
+    stopped = ""
     try:
         with tqdm(total=arguments.seeds, initial=ledger.next_seed, unit="schedule", mininterval=1.0) as bar:
-            torture.run(bar)
-    except BrokenProcessPool:
-        torture.stopped = True
-        say("a process of the pool was killed")
+            run_all(ledger, path, arguments.seeds or math.inf, ends_at, arguments.jobs, bar)
+    except (BrokenProcessPool, KeyboardInterrupt) as error:
+        stopped = f"stopped ({type(error).__name__}); the same command continues"
     text = ledger.report(shlex.join(["python", "-m", "tests.simulation.torture", *argv]))
     path.with_suffix(".md").write_text(text)
-    say(text)
-    if torture.stopped:
-        say("stopped; the same command continues")
-    else:
+    say(f"{text}\n{stopped}")
+    if not stopped:
         shrink_some(ledger.tally.failed, arguments.out)
-    return 1 if torture.stopped or ledger.tally.failed else 0
+    return 1 if stopped or ledger.tally.failed else 0
 
 
 def shrink_some(failed: list[Failed], out: Path) -> None:
