@@ -1,12 +1,11 @@
-"""One process life in the simulated world: takes events, hands them to its core, performs what the core asks for.
+"""One incarnation of a simulated process: passes events to its core and performs the actions that the core returns.
 
-It does what a real shell does, in the same order: one event at a time, actions in order, the inbox before the tick.
+Keeps the order of a real shell: one event at a time, actions in order, the inbox before the tick. Decides nothing.
 """
 
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import (
@@ -23,17 +22,15 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
-
-if TYPE_CHECKING:
-    from kvferry.ops.simulate.clock import EventLoop
-    from kvferry.ops.simulate.network import Network
+from kvferry.ops.simulate.clock import EventLoop
+from kvferry.ops.simulate.network import Network
 
 
 class Process(ABC):
-    """What routers and nodes have in common. `host` is its name, and outlives it."""
+    """Common part of router workers and nodes. `host` is its name; a later incarnation has the same."""
 
     def __init__(
-        self, loop: "EventLoop", network: "Network", host: str, incarnation: Incarnation, address: str, tick_s: float
+        self, loop: EventLoop, network: Network, host: str, incarnation: Incarnation, address: str, tick_s: float
     ) -> None:
         self.loop = loop
         self.network = network
@@ -46,34 +43,34 @@ class Process(ABC):
         self.stalled = False
         self.awake_since = loop.now()
         self.crash_after_actions = -1
-        """Dies instead of performing the action with this number, counted from now; -1: never."""
+        """Crash instead of performing the action with this number, counted from now; -1: never."""
         self.on_end: Callable[[Process, str], None] | None = None
         self.num_events = 0
         self.check_every = 0
-        """Check the core's invariants after each n-th event; 0: never."""
+        """Check the core's invariants after every n-th event; 0: never."""
         self.trace: Callable[[Process, object], None] | None = None
         self._bound: dict[Incarnation, str] = {}
         self._inbox: list[tuple[Callable[..., None], tuple[object, ...]]] = []
 
     def start(self, rng: random.Random) -> None:
-        """Begin to tick."""
+        """Start the tick, at a random phase."""
         self.loop.after(self.tick_s * rng.random(), self._tick)
 
     # -- events
 
     def post(self, event: Event) -> None:
-        """Something happened to it."""
+        """Handle an event now, or after waking up."""
         if self.asleep:
             self._inbox.append((self._handle, (event,)))
         elif self.alive:
             self._handle(event)
 
-    def when_awake(self, deed: Callable[..., None], *arguments: object) -> None:
-        """Something that it does itself: now, or when it wakes."""
+    def when_awake(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Run a callback of this process now, or after waking up."""
         if self.asleep:
-            self._inbox.append((deed, arguments))
+            self._inbox.append((callback, arguments))
         elif self.alive:
-            deed(*arguments)
+            callback(*arguments)
 
     def _tick(self) -> None:
         if not self.alive:
@@ -94,18 +91,18 @@ class Process(ABC):
 
     @abstractmethod
     def react(self, event: Event, now: float) -> Sequence[object]:
-        """What the core wants done."""
+        """Pass the event to the core; return its actions."""
 
     @abstractmethod
     def perform_own(self, action: object) -> None:
-        """An action that only this kind of process knows."""
+        """Perform an action that only this kind of process knows; raise InvariantError on any other."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Those of the core."""
+        """Check the invariants of the core."""
 
     def perform(self, actions: Sequence[object]) -> None:
-        """Do it all, in order; or die on the way."""
+        """Perform actions in order, up to a crash among them."""
         for action in actions:
             if not self.alive:
                 return
@@ -140,9 +137,9 @@ class Process(ABC):
                 self.perform_own(action)
 
     def _send(self, peer: Incarnation, message: Message) -> None:
-        """A peer may be known both as client and as node (both roles in two processes): the message tells which.
+        """Send to a node or to a client. The message type decides: of two processes with both roles each is both.
 
-        To a peer that is not connected nothing goes.
+        A message to a peer that is not connected is dropped.
         """
         envelope = Envelope(self.incarnation, peer, message)
         address = self._bound.get(peer)
@@ -151,10 +148,10 @@ class Process(ABC):
         elif self.network.is_served(self, peer):
             self.network.send_to_peer(self, peer, envelope)
 
-    # -- what befalls it
+    # -- faults
 
     def end(self, why: str) -> None:
-        """It is over: nothing of it happens any more."""
+        """End the process: it handles no event and performs no action from now on."""
         if not self.alive:
             return
         self.alive = False
@@ -170,28 +167,28 @@ class Process(ABC):
             self.network.process_froze(self)
 
     def thaw(self) -> None:
-        """SIGCONT: what came meanwhile is read before the late tick."""
+        """SIGCONT: events that arrived meanwhile are handled before the late tick."""
         if self.alive and self.frozen:
             self.frozen = False
             self._wake()
 
     def stall(self) -> None:
-        """Its thread of messages and time is held up; its sockets and its engine are not."""
+        """Block the thread of messages and ticks; sockets and engine keep running."""
         self.stalled = self.alive
 
-    def go_on(self) -> None:
-        """The end of a stall: what came meanwhile is read before the late tick."""
+    def end_stall(self) -> None:
+        """Unblock: events that arrived meanwhile are handled before the late tick."""
         if self.alive and self.stalled:
             self.stalled = False
             self._wake()
 
     @property
     def asleep(self) -> bool:
-        """It reads nothing now, whatever the reason."""
+        """Frozen or stalled: handles no events now."""
         return self.frozen or self.stalled
 
     def awake_for(self, seconds: float) -> bool:
-        """It lives, and has read what came to it for at least this long."""
+        """Whether it is alive and has handled its events for at least this long."""
         return self.alive and not self.asleep and self.loop.now() - self.awake_since >= seconds
 
     def _wake(self) -> None:
@@ -199,5 +196,5 @@ class Process(ABC):
             return
         self.awake_since = self.loop.now()
         inbox, self._inbox = self._inbox, []
-        for deed, arguments in inbox:
-            deed(*arguments)
+        for callback, arguments in inbox:
+            callback(*arguments)

@@ -170,7 +170,7 @@ class Faults:
             process.stall()
             self._notice_stillness(process, duration_s)
             self._later(duration_s)
-            self.world.loop.after(duration_s, process.go_on)
+            self.world.loop.after(duration_s, process.end_stall)
 
     def _notice_stillness(self, process: Process, duration_s: float) -> None:
         """Nobody may rest on who stands still for so long that all must have noticed."""
