@@ -1,4 +1,4 @@
-"""Draws a schedule from a seed and a profile. The same arguments give the same schedule, for ever within a version."""
+"""Generates a schedule from a seed and a profile. The same version and arguments give the same schedule."""
 
 import random
 from collections.abc import Iterator
@@ -14,16 +14,31 @@ from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import NodeSpec
 from kvferry.ops.simulate.worker import WorkerSpec
-from tests.simulation.plan import Ask, Blip, Crash, Cut, Deed, Drain, Freeze, Leave, Misfit, Plan, Slow, Stall, Wedge
+from tests.simulation.incompatible import INCOMPATIBLE_FIELDS, make_incompatible, with_two_kinds
 from tests.simulation.profiles import PROFILES, Profile
-from tests.simulation.strangers import STRANGE_FIELDS, strange, with_two_kinds
+from tests.simulation.schedule import (
+    Ask,
+    Blip,
+    Crash,
+    Cut,
+    Drain,
+    Fault,
+    Freeze,
+    Incompatible,
+    Leave,
+    Schedule,
+    ScheduledEvent,
+    Slow,
+    Stall,
+    Wedge,
+)
 
 WARM_UP_S = 0.7
-"""Links are up by then if nothing hinders them."""
+"""Links are up by then, unless a fault prevents it."""
 NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
-"""How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
+"""Durations of cuts and freezes: close to the timeouts of the protocol, where most bugs are found."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, paused_reservation_s=0.2, migration_wait_s=4.0)
-"""Pauses as long as the default's would need more requests than a schedule has."""
+"""The default pauses are too long for the number of requests in a schedule."""
 SHORT_WAITS = (
     "piece_idle_timeout_s",
     "commit_timeout_s",
@@ -32,38 +47,45 @@ SHORT_WAITS = (
     "reserve_timeout_s",
     "retain_s",
 )
-"""What a schedule that is impatient may be impatient about."""
+"""The timeouts that the profile `impatient` shortens."""
 SHORT_S = (0.3, 0.6, 1.2)
 CONGESTED_BYTES_PER_S = (1e5, 2e5)
-"""A request's KV takes 0.1 to 0.8 s."""
+"""The KV transfer of one request takes 0.1 to 0.8 s."""
 LARGE_PIECE_BYTES = 16_384
 KV_CUTS = 4
-"""Up to so many there."""
-REPLAN_TOKENS = 60
-"""One to three requests."""
+"""Upper bound of KV cuts in an impatient schedule."""
+RETRY_TOKENS = 60
+"""Enough for one to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "killers", "damaged", "blips", "partitions", "slow", "crashes",
-                "freezes", "stalls", "wedges", "drains", "full", "preemption", "overload", "strangers")  # fmt: skip
+                "freezes", "stalls", "wedges", "drains", "full", "preemption", "overload", "incompatible")  # fmt: skip
 
 
-def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Plan:
-    """A schedule. `counts`: numbers of workers, prefill nodes, decode nodes; drawn when None."""
-    rng = random.Random(f"{profile_name}:{seed}")
+def draw_schedule(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Schedule:
+    """Generate a schedule. `counts`: numbers of workers, prefill nodes, decode nodes; random when None."""
     profile = PROFILES[profile_name]
+    source = f"{profile.seed_name or profile_name}:{seed}"
+    rng = random.Random(source)
     if profile.swarm:
         for name in SWARM_FIELDS:
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
-    # Apart, so that what else is drawn does not depend on them.
-    apart = ("one-sided", "swap", "kinds", "impatient", "congested")
-    one_sided, swap, kinds, impatient, congested = (random.Random(f"{what} {profile_name}:{seed}") for what in apart)
-    drawer = _Drawer(rng, profile, one_sided, swap)
-    drawer.be_impatient(impatient)
-    drawer.congest(congested)
-    drawer.two_kinds = counts is None and kinds.random() < profile.kinds
-    return drawer.plan(seed, profile_name, counts)
+    # Separate generators, so that these choices do not change the rest of a schedule.
+    separate = ("one-sided", "swap", "kinds", "impatient", "congested")
+    one_sided, swap, kinds, impatient, congested = (random.Random(f"{what} {source}") for what in separate)
+    generator = _Generator(rng, profile, one_sided, swap)
+    generator.shorten_timeouts(impatient)
+    generator.congest(congested)
+    generator.two_kinds = counts is None and kinds.random() < profile.kinds
+    return generator.schedule(seed, profile_name, counts)
 
 
-class _Drawer:
+_Extended = tuple[tuple[NodeSpec, ...], dict[str, str], list[Fault]]
+"""Nodes, the incompatible ones among them with the field that differs, and replacements."""
+
+
+class _Generator:
+    """Generates one schedule."""
+
     def __init__(self, rng: random.Random, profile: Profile, one_sided: random.Random, swap_rng: random.Random) -> None:
         self.rng = rng
         self.one_sided = one_sided.random() < profile.one_sided
@@ -88,24 +110,24 @@ class _Drawer:
         self.two_kinds = False
         self.timers = TIMERS
         self.pieces_per_layer = 1
-        """Of a full step; 0: pieces of LARGE_PIECE_BYTES. Small ones would be many, and none may be lost for long."""
+        """Pieces per layer of a full step; 0: pieces of LARGE_PIECE_BYTES, since one of many small ones is often lost."""
         self.kv_cuts: random.Random | None = None
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
-    def be_impatient(self, rng: random.Random) -> None:
-        """Perhaps: draws from a source of its own, as the cuts will."""
+    def shorten_timeouts(self, rng: random.Random) -> None:
+        """Shorten some timeouts with the probability of the profile; the KV cuts use the same generator."""
         if rng.random() < self.profile.impatient:
             short = {name: rng.choice(SHORT_S) for name in SHORT_WAITS if rng.random() < 0.5}
             self.timers = msgspec.structs.replace(TIMERS, **short)
             self.kv_cuts = rng
 
     def congest(self, rng: random.Random) -> None:
-        """Perhaps: pieces wait for one another longer than they are waited for."""
+        """With the probability of the profile, let pieces queue for longer than the timeout of their receiver."""
         if rng.random() < self.profile.congested:
             self.timers = msgspec.structs.replace(self.timers, piece_idle_timeout_s=rng.choice(SHORT_S))
             self.kv_bytes_per_s = rng.choice(CONGESTED_BYTES_PER_S)
 
-    def plan(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Plan:
+    def schedule(self, seed: int, name: str, counts: tuple[int, int, int] | None) -> Schedule:
         rng, profile = self.rng, self.profile
         num_workers, num_prefill, num_decode = counts or (
             rng.choice((1, 1, 2)),
@@ -120,14 +142,19 @@ class _Drawer:
         self.killers = frozenset(ask.seed for ask in asks if ask.kills)
         limits = self._limits()
         workers = tuple(WorkerSpec(name=f"W{i}", timers=self.timers, limits=limits) for i in range(num_workers))
-        kinds: list[RoleName] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
-        nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
+        roles: list[RoleName] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
+        nodes = tuple(self._node(i, role, limits) for i, role in enumerate(roles))
         if self.two_kinds:
             nodes = with_two_kinds(nodes)
-        nodes, strangers, misfits = self._misfits(nodes)
+        nodes, incompatible, replacements = self._incompatible_nodes(nodes)
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
-        deeds: list[Deed] = [*asks, *misfits, *self._leaves(asks), *self._faults(hosts, [spec.name for spec in nodes])]
-        return Plan(
+        events: list[ScheduledEvent] = [
+            *asks,
+            *replacements,
+            *self._leaves(asks),
+            *self._faults(hosts, [spec.name for spec in nodes]),
+        ]
+        return Schedule(
             seed,
             name,
             workers,
@@ -138,16 +165,16 @@ class _Drawer:
             self.late_share,
             self.unconfirmed_share,
             rng.choice((0.0005, 0.0005, 0.01, 0.05)) if profile.delays else 0.0005,
-            tuple(sorted(deeds, key=lambda deed: deed.at)),
-            strangers,
+            tuple(sorted(events, key=lambda event: event.at)),
+            incompatible,
         )
 
     def _limits(self) -> Limits:
         rng = self.rng
-        self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # with one slot they go one by one
+        self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # one slot: one at a time
         limits = Limits(
             transfers_per_peer=rng.choice((1, 4)),
-            retry_tokens_per_node=REPLAN_TOKENS,
+            retry_tokens_per_node=RETRY_TOKENS,
             staging_slots_per_transfer=self.staging_slots_per_transfer,
             max_attempts=self.profile.max_attempts,
         )
@@ -164,12 +191,12 @@ class _Drawer:
         rng = self.rng
         blocks = rng.choice((40, 64, 96))
         both = self.both or (self.mixed and rng.random() < 0.5)
-        takes_over = role == "decode" or both
-        if takes_over and self.full:
+        decodes = role == "decode" or both
+        if decodes and self.full:
             blocks = rng.choice((20, 26))
-        if takes_over and self.preemption:
+        if decodes and self.preemption:
             blocks = rng.choice((20, 24, 30))
-        swaps = self.swap and takes_over
+        swaps = self.swap and decodes
         spec = NodeSpec(
             name=f"{role[0].upper()}{number}",
             staging_slots=self.staging_slots,
@@ -196,21 +223,21 @@ class _Drawer:
         target = layer_bytes // self.pieces_per_layer if self.pieces_per_layer else LARGE_PIECE_BYTES
         return replace(spec, limits=msgspec.structs.replace(limits, piece_target_bytes=target))
 
-    def _misfits(self, nodes: tuple[NodeSpec, ...]) -> tuple[tuple[NodeSpec, ...], dict[str, str], list[Deed]]:
-        """Perhaps one node that fits no other: there from the start, or in the place of another one for a while."""
+    def _incompatible_nodes(self, nodes: tuple[NodeSpec, ...]) -> _Extended:
+        """With the probability of the profile, add an incompatible node, or replace a node by one for a while."""
         rng = self.rng
-        if rng.random() >= self.profile.strangers:
+        if rng.random() >= self.profile.incompatible:
             return nodes, {}, []
-        field, single = rng.choice(STRANGE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
-        if single and rng.random() < 0.6:  # one with both roles would fit itself
-            return nodes, {}, [Misfit(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
-        stranger = self._stranger(rng.choice(nodes), len(nodes), field)
-        return (*nodes, stranger), {stranger.name: field}, []
+        field, single = rng.choice(INCOMPATIBLE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
+        if single and rng.random() < 0.6:  # a node with both roles is compatible with itself
+            return nodes, {}, [Incompatible(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
+        extra = self._incompatible_node(rng.choice(nodes), len(nodes), field)
+        return (*nodes, extra), {extra.name: field}, []
 
-    def _stranger(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
-        """One more node like this one, but for one thing."""
+    def _incompatible_node(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
+        """Return a further node that differs from this one in one field."""
         role = self.rng.choice(like.roles)
-        return strange(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
+        return make_incompatible(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
 
     def _delays(self) -> Delays:
         rng = self.rng
@@ -257,18 +284,18 @@ class _Drawer:
             yield self._time()
 
     def _time(self) -> float:
-        """Often soon after a request."""
+        """Return a time; half of the times are shortly after a request."""
         if self.rng.random() < 0.5:
             return self.rng.choice(self.asked_at) + 0.4 * self.rng.random() ** 2
         return WARM_UP_S + self.profile.span_s * self.rng.random()
 
     def _linked(self, hosts: list[str], kinds: str = "WPD") -> tuple[str, str]:
-        """Two hosts that talk to one another, in either order."""
+        """Return two hosts that have a connection, in either order."""
         pair = self.rng.sample(kinds, 2)
         first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in pair)
         return first, second
 
-    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Deed]:
+    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Fault]:
         rng, profile = self.rng, self.profile
         for at in self._times(profile.blips):
             kv = rng.random() < 0.3
@@ -296,8 +323,8 @@ class _Drawer:
             yield Drain(at, rng.choice(hosts), rng.choice((0.05, 0.5)))
         yield from self._kv_cuts(hosts)
 
-    def _kv_cuts(self, hosts: list[str]) -> Iterator[Deed]:
-        """Soon after a request, and for about as long as something is waited for."""
+    def _kv_cuts(self, hosts: list[str]) -> Iterator[Fault]:
+        """Cut KV connections shortly after a request, for about the length of a timeout."""
         rng = self.kv_cuts
         if rng is None:
             return

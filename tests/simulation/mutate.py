@@ -14,10 +14,10 @@ from pathlib import Path
 
 from kvferry.ops.cli.numbers import positive
 from tests.simulation.__main__ import say
-from tests.simulation.draw import draw_plan
+from tests.simulation.draw import draw_schedule
 from tests.simulation.mutation import Mutation
 from tests.simulation.mutations import MUTATIONS
-from tests.simulation.trial import ease_collector, try_plan
+from tests.simulation.trial import ease_collector, try_schedule
 
 PAGE = Path(__file__).parents[2] / "ops/docs/mutations.md"
 AT_MOST = 400
@@ -60,7 +60,7 @@ def first_catch(mutation: Mutation, at_most: int) -> tuple[int | None, str]:
     """
     with mutation.applied():
         for seed in range(at_most):
-            failure = try_plan(draw_plan(seed, mutation.profile))
+            failure = try_schedule(draw_schedule(seed, mutation.profile))
             if failure is not None and failure.text.startswith("TypeError"):
                 raise TypeError(f"{mutation.name}: {failure.text}\n{failure.where}")
             if failure is not None:

@@ -77,9 +77,14 @@ LINK_MUTATIONS: tuple[Mutation, ...] = (
         "an end that is known at once is not followed", "1", LinkTable, "_lose", _lose_by_silence_alone, "crashes"
     ),
     Mutation(
-        "nodes that do not fit are made a pair", "6", kvferry.router.core.placer, "choose", _pair_anything, "strangers"
+        "nodes that do not fit are made a pair",
+        "6",
+        kvferry.router.core.placer,
+        "choose",
+        _pair_anything,
+        "incompatible",
     ),
-    Mutation("every Hello is welcome", "6", Compatibility, "difference", none, "strangers"),
+    Mutation("every Hello is welcome", "6", Compatibility, "difference", none, "incompatible"),
     Mutation("an engine that makes no step is not judged", "10", LinkTable, "on_status", _always_progress, "wedges"),
     Mutation("a node whose engine makes no step lives on", "10", NodeCore, "_on_tick", _never_stuck, "wedges"),
     Mutation("announcements are not heeded", "11", LinkTable, "add", _static_only, "none"),

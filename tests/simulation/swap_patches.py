@@ -1,4 +1,4 @@
-"""Seeded defects of swapping, for `mutations.py`: each gets the right function and gives a wrong one."""
+"""Seeded defects of swapping, for `mutations.py`: each takes the correct function and returns a wrong one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ Patched = Callable[..., object]
 
 
 def free_uncopied(right: Patched) -> Patched:
-    """Device blocks are free when the copy is planned."""
+    """Frees device blocks when the copy is scheduled, not when it is done."""
 
     def swap_out(self: Swapping, seq: Sequence, batch: StepBuilder, now: float) -> object:
         done = right(self, seq, batch, now)
@@ -24,7 +24,7 @@ def free_uncopied(right: Patched) -> Patched:
 
 
 def other_host_blocks(right: Patched) -> Patched:
-    """The copy back reads the neighbours of its host blocks."""
+    """Copies from the neighbours of the right host blocks."""
 
     def swap_in(self: Swapping, seq: Sequence, batch: StepBuilder, keep_free: int) -> object:
         done = right(self, seq, batch, keep_free)
@@ -38,7 +38,7 @@ def other_host_blocks(right: Patched) -> Patched:
 
 
 def return_uncopied(right: Patched) -> Patched:
-    """Nothing is copied back."""
+    """Copies nothing back."""
 
     def swap_in(self: Swapping, seq: Sequence, batch: StepBuilder, keep_free: int) -> object:
         done = right(self, seq, batch, keep_free)

@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from kvferry.ops.cli.numbers import above_zero, positive
 from tests.simulation.__main__ import say, show_shrunk
-from tests.simulation.draw import draw_plan
+from tests.simulation.draw import draw_schedule
 from tests.simulation.ledger import Failed, Ledger, Tally, code_version, open_ledger
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
 from tests.simulation.torture_page import page
-from tests.simulation.trial import attempt, ease_collector, profile_of, try_plan
+from tests.simulation.trial import attempt, ease_collector, profile_of, try_schedule
 
 CHUNK = 10
 """Seeds that one process does before it tells of them."""
@@ -48,10 +48,10 @@ def do_range(choice: str, first: int, end: int) -> tuple[int, int, Tally]:
     tally, began = Tally(), time.process_time()
     for seed in range(first, end):
         name = profile_of(choice, seed)
-        run = Run(draw_plan(seed, name))
+        run = Run(draw_schedule(seed, name))
         failure = attempt(run)
         failed = [] if failure is None else [Failed(seed, name, failure.kind, failure.text)]
-        faults, messages = dict(run.faults.total()), dict(run.watch.counts)
+        faults, messages = dict(run.faults.total()), dict(run.monitor.counts)
         tally.add(Tally(1, 0.0, {name: 1}, faults, dict(run.counts), messages, failed))
     tally.cpu_s = time.process_time() - began
     return first, end, tally
@@ -173,8 +173,8 @@ def main(argv: list[str]) -> int:
 def shrink_some(failed: list[Failed], out: Path) -> None:
     """The first failure of each kind, as short as it can be."""
     for one in list({one.kind: one for one in reversed(failed)}.values())[-SHRINK_AT_MOST:]:
-        plan = draw_plan(one.seed, one.profile)
-        failure = try_plan(plan)
+        plan = draw_schedule(one.seed, one.profile)
+        failure = try_schedule(plan)
         if failure is not None:
             say(f"seed {one.seed} ({one.profile}): {failure.text}")
             show_shrunk(plan, failure, out)
