@@ -110,7 +110,7 @@ class _Generator:
         self.two_kinds = False
         self.timers = TIMERS
         self.pieces_per_layer = 1
-        """Pieces per layer of a full step; 0: pieces of LARGE_PIECE_BYTES, since one of many small ones is often lost."""
+        """Pieces per layer of a full step; 0: pieces of LARGE_PIECE_BYTES; many small ones would often lose one."""
         self.kv_cuts: random.Random | None = None
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 

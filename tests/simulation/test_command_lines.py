@@ -17,7 +17,7 @@ Capture = pytest.CaptureFixture[str]
         (["--seeds", "5"], "argument --seeds: expected A:B such as 0:100, got '5'"),
         (["--seeds", "5:5"], "argument --seeds: 5:5 is an empty range: B is excluded"),
         (["--seeds=-1:5"], "argument --seeds: -1:5 is an empty range"),
-        (["--nodes", "x"], "argument --nodes: expected W,P,D, three numbers from 0 on, got 'x'"),
+        (["--nodes", "x"], "argument --nodes: expected W,P,D, three whole numbers of at least 0, got 'x'"),
         (["--nodes", "1,2"], "argument --nodes: expected W,P,D"),
         (["--nodes", "1,2,-3"], "argument --nodes: expected W,P,D"),
         (["--check-every", "0"], "argument --check-every: expected at least 1, got 0"),
