@@ -9,26 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    AttemptKey,
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    ForgetPieces,
-    Send,
-)
+from kvferry.common.base.ids import AttemptKey, Incarnation, TransferKey
+from kvferry.common.cluster.actions import Action, ForgetPieces, Send
 from kvferry.common.cluster.node_role import LocalHandover
 from kvferry.common.cluster.table import Machine
-from kvferry.common.protocol.messages import (
-    Commit,
-    FinishReason,
-    Gone,
-    Refused,
-    Reserve,
-    Revoke,
-)
+from kvferry.common.protocol.messages import Commit, FinishReason, Gone, Refused, Reserve, Revoke
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SequenceSpec
 from kvferry.decode_node.receive_table import (

@@ -8,24 +8,13 @@ from dataclasses import dataclass
 
 from kvferry.common.base.errors import RequestInvalidError
 from kvferry.common.base.ids import AttemptKey
-from kvferry.common.cluster.actions import (
-    Action,
-    ExpectPieces,
-    Send,
-)
-from kvferry.common.cluster.clients import (
-    Client,
-    ClientTable,
-)
+from kvferry.common.cluster.actions import Action, ExpectPieces, Send
+from kvferry.common.cluster.clients import Client, ClientTable
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Granted, Queued, Refused, Reserve, Revoke
 from kvferry.common.scheduling.waiting_queue import effective_class
 from kvferry.decode_node.entries import Entry, EntryTable
-from kvferry.decode_node.receive_table import (
-    PieceLedger,
-    ReceiveEvent,
-    ReceiveState,
-)
+from kvferry.decode_node.receive_table import PieceLedger, ReceiveEvent, ReceiveState
 
 
 @dataclass(slots=True)

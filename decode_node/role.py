@@ -13,18 +13,10 @@ does. In a process that has a prefill role too, requests computed there arrive t
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from kvferry.common.base.ids import (
-    AttemptKey,
-    RequestId,
-)
+from kvferry.common.base.ids import AttemptKey, RequestId
 from kvferry.common.cluster.actions import Action
 from kvferry.common.cluster.clients import Client
-from kvferry.common.cluster.events import (
-    Event,
-    PieceArrived,
-    PieceBad,
-    SessionClosed,
-)
+from kvferry.common.cluster.events import Event, PieceArrived, PieceBad, SessionClosed
 from kvferry.common.cluster.node_role import LocalHandover, RoleContext
 from kvferry.common.protocol.messages import Abort, Cancel, Commit, Message, Refused, Reserve, RoleName
 from kvferry.common.scheduling.events import (
@@ -40,15 +32,8 @@ from kvferry.common.scheduling.events import (
 from kvferry.common.scheduling.sequence import SequenceSpec
 from kvferry.common.scheduling.step import StepBatch
 from kvferry.decode_node.commit import CommitHandler
-from kvferry.decode_node.entries import (
-    Entry,
-    EntryTable,
-    gone,
-)
-from kvferry.decode_node.receive_table import (
-    ReceiveEvent,
-    ReceiveState,
-)
+from kvferry.decode_node.entries import Entry, EntryTable, gone
+from kvferry.decode_node.receive_table import ReceiveEvent, ReceiveState
 from kvferry.decode_node.reservations import Reservations
 from kvferry.decode_node.staging_slots import StagingSlots
 from kvferry.decode_node.token_outbox import TokenOutbox

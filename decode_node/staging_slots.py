@@ -17,15 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    CloseSession,
-    Send,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.actions import Action, CloseSession, Send
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Revoke
 

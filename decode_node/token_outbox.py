@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.actions import (
-    Action,
-    Send,
-)
+from kvferry.common.cluster.actions import Action, Send
 from kvferry.common.cluster.clients import ClientTable
 from kvferry.common.protocol.messages import Tokens, TokensEntry
 from kvferry.decode_node.entries import Entry

@@ -16,25 +16,10 @@ from enum import Enum, auto
 import msgspec
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    AttemptKey,
-    Incarnation,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    Send,
-)
-from kvferry.common.cluster.table import (
-    Machine,
-    Table,
-)
-from kvferry.common.protocol.messages import (
-    FirstToken,
-    Gone,
-    HandedOver,
-    HandoverFailed,
-    Job,
-)
+from kvferry.common.base.ids import AttemptKey, Incarnation
+from kvferry.common.cluster.actions import Action, Send
+from kvferry.common.cluster.table import Machine, Table
+from kvferry.common.protocol.messages import FirstToken, Gone, HandedOver, HandoverFailed, Job
 from kvferry.common.scheduling.sequence import SequenceSpec
 from kvferry.prefill_node.handover import HandoverSender
 

@@ -8,11 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    AttemptKey,
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import AttemptKey, Incarnation, RequestId
 from kvferry.common.cluster.actions import Action
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SequenceStatus

@@ -17,15 +17,8 @@ from typing import assert_never
 
 import msgspec
 
-from kvferry.common.base.ids import (
-    AttemptKey,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    Send,
-)
+from kvferry.common.base.ids import AttemptKey, RequestId, TransferKey
+from kvferry.common.cluster.actions import Action, Send
 from kvferry.common.cluster.clients import Client
 from kvferry.common.cluster.events import (
     Event,
@@ -40,11 +33,7 @@ from kvferry.common.cluster.events import (
     Tick,
 )
 from kvferry.common.cluster.links import LinkTable
-from kvferry.common.cluster.node_role import (
-    LocalDecode,
-    LocalHandover,
-    RoleContext,
-)
+from kvferry.common.cluster.node_role import LocalDecode, LocalHandover, RoleContext
 from kvferry.common.protocol.messages import Cancel, FirstToken, Hello, Job, Message, RoleName
 from kvferry.common.scheduling.events import (
     ChunkComputed,

@@ -14,10 +14,7 @@ from typing import assert_never
 
 from kvferry.common.base.clock import Clock
 from kvferry.common.base.errors import InvariantError, UnavailableError
-from kvferry.common.base.ids import (
-    RequestId,
-    new_incarnation,
-)
+from kvferry.common.base.ids import RequestId, new_incarnation
 from kvferry.common.cluster.actions import (
     BindPeer,
     CloseKv,
@@ -36,11 +33,7 @@ from kvferry.common.cluster.actions import (
     SendPiece,
     StopPieces,
 )
-from kvferry.common.cluster.events import (
-    Announced,
-    Event,
-    Tick,
-)
+from kvferry.common.cluster.events import Announced, Event, Tick
 from kvferry.common.cluster.links import LinkState
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Announce, Envelope

@@ -12,10 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from kvferry.common.base.log_writer import (
-    STDERR_FD,
-    LogWriter,
-)
+from kvferry.common.base.log_writer import STDERR_FD, LogWriter
 
 ACCESS_LOGGER = "kvferry.access"
 """One record per HTTP request; disabled when log.access_log is false."""

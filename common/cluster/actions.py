@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
 from kvferry.common.protocol.messages import Message, Piece
 from kvferry.common.scheduling.step import StepBatch
 

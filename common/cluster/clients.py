@@ -8,11 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    AttemptKey,
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import AttemptKey, Incarnation, RequestId
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import ClientKind, Heartbeat, WantedRequest
 

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
 from kvferry.common.protocol.messages import Announce, Envelope, Piece
 from kvferry.common.scheduling.step import StepResult
 

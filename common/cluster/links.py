@@ -12,21 +12,10 @@ from typing import assert_never
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.actions import (
-    Action,
-    BindPeer,
-    CloseLink,
-    OpenLink,
-    Probe,
-    ResetLink,
-    SendHello,
-)
+from kvferry.common.cluster.actions import Action, BindPeer, CloseLink, OpenLink, Probe, ResetLink, SendHello
 from kvferry.common.cluster.events import LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
 from kvferry.common.cluster.sleep_detector import SleepDetector
-from kvferry.common.cluster.table import (
-    Machine,
-    Table,
-)
+from kvferry.common.cluster.table import Machine, Table
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Hello, HelloRefused, Message, Status, Welcome, WrongIncarnation
 

@@ -9,21 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    AttemptKey,
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    ExitProcess,
-    RunStep,
-    Send,
-)
-from kvferry.common.cluster.clients import (
-    Client,
-    ClientTable,
-)
+from kvferry.common.base.ids import AttemptKey, Incarnation, TransferKey
+from kvferry.common.cluster.actions import Action, ExitProcess, RunStep, Send
+from kvferry.common.cluster.clients import Client, ClientTable
 from kvferry.common.cluster.events import (
     DrainRequested,
     EngineFailed,
@@ -55,10 +43,7 @@ from kvferry.common.protocol.messages import (
     Welcome,
     WrongIncarnation,
 )
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.scheduling.events import SchedulerEvent
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SequenceSpec

@@ -11,16 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from kvferry.common.base.clock import (
-    Clock,
-    MonotonicClock,
-)
-from kvferry.common.cluster.events import (
-    EngineFailed,
-    LayersDone,
-    StepDone,
-    StepProgressed,
-)
+from kvferry.common.base.clock import Clock, MonotonicClock
+from kvferry.common.cluster.events import EngineFailed, LayersDone, StepDone, StepProgressed
 from kvferry.common.scheduling.step import StepBatch, StepResult
 from kvferry.common.scheduling.tokens_in_flight import TokensInFlight
 

@@ -15,10 +15,7 @@ from kvferry.common.config.endpoints import endpoint_of_rank
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.device.base import Device
-from kvferry.common.engine.engine_thread import (
-    EngineThread,
-    StepRunner,
-)
+from kvferry.common.engine.engine_thread import EngineThread, StepRunner
 from kvferry.common.engine.host_cache import HostCache
 from kvferry.common.engine.kv_cache import KvCache, bytes_per_token, num_blocks_for
 from kvferry.common.engine.runner import ModelRunner
@@ -33,17 +30,10 @@ from kvferry.common.kv_transfer.registry import num_staging_slots, staging_host,
 from kvferry.common.models.load import LoadedModel
 from kvferry.common.node.graphs import GraphPlan, plan_graphs, record_graphs
 from kvferry.common.node.identity import advertised_endpoint, compatibility_of
-from kvferry.common.node.memory import (
-    check_longest_request_fits,
-    check_piece_bytes,
-    kv_cache_bytes,
-    swap_bytes,
-)
+from kvferry.common.node.memory import check_longest_request_fits, check_piece_bytes, kv_cache_bytes, swap_bytes
 from kvferry.common.node.shell import NodeParts, NodeShell
 from kvferry.common.parallel.collectives import ALONE
-from kvferry.common.protocol.model_info import (
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.ranks.kv import RankedKvMover
 from kvferry.common.ranks.runner import LeadRunner
 from kvferry.common.ranks.team import RankTeam

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from kvferry.common.base.clock import Clock
-from kvferry.common.base.errors import (
-    InvariantError,
-    ProtocolError,
-)
+from kvferry.common.base.errors import InvariantError, ProtocolError
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import (
     Action,
@@ -36,12 +33,7 @@ from kvferry.common.cluster.actions import (
     SendPiece,
     StopPieces,
 )
-from kvferry.common.cluster.events import (
-    DrainRequested,
-    Event,
-    Received,
-    Tick,
-)
+from kvferry.common.cluster.events import DrainRequested, Event, Received, Tick
 from kvferry.common.cluster.node_core import NodeCore
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.engine.engine_thread import EngineThread
@@ -55,10 +47,7 @@ from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.poll_watcher import PollWatcher
-from kvferry.common.transport.waker import (
-    Inbox,
-    Waker,
-)
+from kvferry.common.transport.waker import Inbox, Waker
 
 NODE_TICK_S = 0.05
 _RECEIVE_LIMIT = 5000

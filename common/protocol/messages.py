@@ -10,23 +10,9 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.base.ranges import (
-    Count,
-    Milliseconds,
-    Pieces,
-    Positions,
-    TokenId,
-    Uint32,
-)
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.base.ranges import Count, Milliseconds, Pieces, Positions, TokenId, Uint32
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.protocol.request_spec import RequestSpec
 
 PROTOCOL_VERSION = 2

@@ -4,10 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvferry.common.base.ranges import (
-    Count,
-    TokenId,
-)
+from kvferry.common.base.ranges import Count, TokenId
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

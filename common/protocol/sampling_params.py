@@ -2,14 +2,7 @@
 
 import msgspec
 
-from kvferry.common.base.ranges import (
-    Count,
-    Positions,
-    PositiveFloat,
-    Probability,
-    Seed,
-    TokenId,
-)
+from kvferry.common.base.ranges import Count, Positions, PositiveFloat, Probability, Seed, TokenId
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

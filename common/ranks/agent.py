@@ -15,10 +15,7 @@ from typing import assert_never, cast
 
 import msgspec
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    KvferryError,
-)
+from kvferry.common.base.errors import InvariantError, KvferryError
 from kvferry.common.base.gc_freeze import freeze_loaded_objects
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.base.log import setup_logging
@@ -76,10 +73,7 @@ from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.options import RANK_OPTIONS
 from kvferry.common.transport.poll_loop import PollLoop
 from kvferry.common.transport.security import load_security
-from kvferry.common.transport.waker import (
-    Inbox,
-    Waker,
-)
+from kvferry.common.transport.waker import Inbox, Waker
 
 _ENGINE_JOIN_TIMEOUT_S = 2.0
 _KILL_WAIT_S = 5.0

@@ -7,10 +7,7 @@ import subprocess
 
 import msgspec
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.ids import Incarnation, new_incarnation
 from kvferry.common.base.python_command import python_command
 from kvferry.common.ranks.link import Outbound, from_rank
 from kvferry.common.ranks.messages import RankSpec, ToRank

@@ -6,15 +6,8 @@ Called by the node's control thread; events come in on the threads of rank 0's m
 import threading
 from collections.abc import Callable
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.events import (
-    EngineFailed,
-    Event,
-    SessionClosed,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.events import EngineFailed, Event, SessionClosed
 from kvferry.common.kv_transfer.interface import KvEvent, KvMover
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.ranks.messages import ClosePeer, ExpectKv, ForgetKv, OpenPeer, PieceHeader, SendKv, StopKv

@@ -11,13 +11,7 @@ from typing import Generic, TypeVar, assert_never, get_origin
 import msgspec
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-    PieceSent,
-    PiecesStopped,
-)
+from kvferry.common.cluster.events import KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from kvferry.common.protocol.wire import Frame
 from kvferry.common.ranks.messages import (
     Arrived,

@@ -2,10 +2,7 @@
 
 import msgspec
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.resolve import NodeSettings
 from kvferry.common.config.schema import LogConfig, SecurityConfig

@@ -11,10 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol, TypeVar, assert_never
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    KvferryError,
-)
+from kvferry.common.base.errors import InvariantError, KvferryError
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.device.base import Device
 from kvferry.common.kv_transfer.interface import KvEvent
@@ -46,10 +43,7 @@ from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.nonblocking import SendResult
 from kvferry.common.transport.options import RANK_OPTIONS
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.waker import (
-    Inbox,
-    Waker,
-)
+from kvferry.common.transport.waker import Inbox, Waker
 
 _RANK_START_TIMEOUT_S = 600.0
 """For loading the model, and for Initialize: the largest models take minutes to load."""

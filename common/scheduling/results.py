@@ -7,14 +7,7 @@ Its blocks are held until the last step that names it is back.
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.protocol.messages import FinishReason
-from kvferry.common.scheduling.events import (
-    ChunkComputed,
-    Failed,
-    Finished,
-    Prefilled,
-    Sampled,
-    SchedulerEvent,
-)
+from kvferry.common.scheduling.events import ChunkComputed, Failed, Finished, Prefilled, Sampled, SchedulerEvent
 from kvferry.common.scheduling.sequence import SchedulerConfig, Sequence, SequenceStatus
 from kvferry.common.scheduling.sequence_table import SequenceTable
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult

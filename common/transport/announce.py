@@ -12,15 +12,8 @@ from dataclasses import replace
 
 import zmq
 
-from kvferry.common.base.clock import (
-    Clock,
-    MonotonicClock,
-)
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-    ProtocolError,
-)
+from kvferry.common.base.clock import Clock, MonotonicClock
+from kvferry.common.base.errors import ConfigError, InvariantError, ProtocolError
 from kvferry.common.config.endpoints import parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Announce, Envelope

@@ -9,10 +9,7 @@ from kvferry.common.transport.async_receiver import AsyncReceiver
 from kvferry.common.transport.client_links import StopWatching
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.monitor import ConnectionEvent, LinkMonitor
-from kvferry.common.transport.probe import (
-    ProbeResult,
-    probe_async,
-)
+from kvferry.common.transport.probe import ProbeResult, probe_async
 
 MAX_DRAINED = 5000
 """Messages of one socket that `drain` handles before other callbacks of the loop may run."""

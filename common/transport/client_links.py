@@ -10,19 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    OutOfSocketsError,
-    ProtocolError,
-)
+from kvferry.common.base.errors import ConfigError, OutOfSocketsError, ProtocolError
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.events import (
-    Event,
-    LinkClosed,
-    LinkConnected,
-    ProbeAnswered,
-    Received,
-)
+from kvferry.common.cluster.events import Event, LinkClosed, LinkConnected, ProbeAnswered, Received
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Envelope, Message
 from kvferry.common.protocol.wire import Frame, decode, encode

@@ -14,10 +14,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    OutOfSocketsError,
-)
+from kvferry.common.base.errors import InvariantError, OutOfSocketsError
 from kvferry.common.transport.security import Security
 from kvferry.common.transport.security_domain import SecurityDomain
 from kvferry.common.transport.zap import ZapHandler

@@ -11,21 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    routing_id,
-)
+from kvferry.common.base.ids import Incarnation, routing_id
 from kvferry.common.config.endpoints import parse_endpoint
 from kvferry.common.protocol.wire import Frame
 from kvferry.common.transport import nonblocking, options
 from kvferry.common.transport.base_socket import BaseSocket
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.framing import unpack
-from kvferry.common.transport.nonblocking import (
-    RECEIVE_BATCH,
-    Outbox,
-    SendResult,
-)
+from kvferry.common.transport.nonblocking import RECEIVE_BATCH, Outbox, SendResult
 from kvferry.common.transport.options import SocketOptions
 
 

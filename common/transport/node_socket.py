@@ -11,20 +11,13 @@ from collections.abc import Iterator, Sequence
 import zmq
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    routing_id,
-)
+from kvferry.common.base.ids import Incarnation, routing_id
 from kvferry.common.protocol.wire import Frame
 from kvferry.common.transport import nonblocking, options
 from kvferry.common.transport.base_socket import BaseSocket
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.framing import pack
-from kvferry.common.transport.nonblocking import (
-    RECEIVE_BATCH,
-    Outbox,
-    SendResult,
-)
+from kvferry.common.transport.nonblocking import RECEIVE_BATCH, Outbox, SendResult
 from kvferry.common.transport.options import SocketOptions
 
 _INCARNATION_BYTES = 16

@@ -10,10 +10,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-)
+from kvferry.common.base.errors import ConfigError, InvariantError
 from kvferry.common.config.endpoints import Endpoint, parse_endpoint, with_key
 from kvferry.common.config.keys import AllowedKeys, Key, KeyRole, read_secret
 from kvferry.common.config.schema import SecurityConfig

@@ -18,7 +18,7 @@ _HEAD = """\
 Made from `@pytest.mark.rule(...)` in the tests by `python -m kvferry.ops.docs_build.protocol`; do not edit.
 
 Each of these tests fails when its rule of [protocol.md](protocol.md) is taken out of the code. `pytest --rule 24` runs
-the tests of one rule. Defects that the simulation must notice are listed by rule in [mutations.md](mutations.md).
+the tests of one rule. Defects that the simulation must notice: [defects.md](defects.md).
 
 | rule | tests |
 | --- | --- |

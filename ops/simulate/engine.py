@@ -9,12 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.cluster.events import (
-    Event,
-    LayersDone,
-    StepDone,
-    StepProgressed,
-)
+from kvferry.common.cluster.events import Event, LayersDone, StepDone, StepProgressed
 from kvferry.common.engine.engine_thread import PROGRESS_INTERVAL_S
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult

@@ -11,16 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.events import (
-    Event,
-    KvSendFailed,
-    PieceSent,
-    PiecesStopped,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.events import Event, KvSendFailed, PieceSent, PiecesStopped
 from kvferry.common.kv_transfer.slot_writes import SlotWrites
 from kvferry.common.protocol.messages import Piece
 from kvferry.ops.simulate.costs import CostModel

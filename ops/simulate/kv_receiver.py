@@ -7,16 +7,8 @@ hand-over raises KvMismatchError here; on a real machine it would silently corru
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.events import (
-    Event,
-    PieceArrived,
-    PieceBad,
-    SessionClosed,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.events import Event, PieceArrived, PieceBad, SessionClosed
 from kvferry.common.protocol.messages import Piece
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore

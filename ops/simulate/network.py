@@ -14,12 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.events import (
-    LinkClosed,
-    LinkConnected,
-    ProbeAnswered,
-    Received,
-)
+from kvferry.common.cluster.events import LinkClosed, LinkConnected, ProbeAnswered, Received
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Envelope
 from kvferry.ops.simulate.clock import EventLoop

@@ -17,10 +17,7 @@ from kvferry.common.cluster.actions import (
     StopPieces,
 )
 from kvferry.common.cluster.clients import ClientTable
-from kvferry.common.cluster.events import (
-    DrainRequested,
-    Event,
-)
+from kvferry.common.cluster.events import DrainRequested, Event
 from kvferry.common.cluster.node_core import NodeIdentity, make_node_core
 from kvferry.common.cluster.node_role import RoleContext
 from kvferry.common.config.protocol import Limits, Timers
@@ -28,10 +25,7 @@ from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import PROTOCOL_VERSION, RoleName
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
 from kvferry.ops.roles import roles_maker

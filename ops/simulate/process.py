@@ -8,19 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.actions import (
-    BindPeer,
-    CloseLink,
-    OpenLink,
-    Probe,
-    ResetLink,
-    Send,
-    SendHello,
-)
-from kvferry.common.cluster.events import (
-    Event,
-    Tick,
-)
+from kvferry.common.cluster.actions import BindPeer, CloseLink, OpenLink, Probe, ResetLink, Send, SendHello
+from kvferry.common.cluster.events import Event, Tick
 from kvferry.common.protocol.messages import CLIENT_SPEAKS, Envelope, Message
 from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.network import Network

@@ -5,10 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.common.base.errors import InvariantError, KvferryError
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.events import Event
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.ops.simulate.clock import EventLoop

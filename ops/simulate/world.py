@@ -8,10 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.events import Announced
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Announce

@@ -6,28 +6,17 @@ Protocol rules 3, 14, 27, 29, 34.
 
 from dataclasses import dataclass
 
-from kvferry.common.base.errors import (
-    GenerationError,
-    KvferryError,
-    OverloadedError,
-)
+from kvferry.common.base.errors import GenerationError, KvferryError, OverloadedError
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import Send
-from kvferry.common.cluster.links import (
-    Link,
-    LinkTable,
-)
+from kvferry.common.cluster.links import Link, LinkTable
 from kvferry.common.config.protocol import Limits
 from kvferry.common.protocol.messages import FirstToken, Gone, HandedOver, HandoverFailed, Status, Tokens, TokensEntry
 from kvferry.router.api import Outcome, TokensEvent
 from kvferry.router.core.effects import Deliver, Effect
 from kvferry.router.core.heartbeats import Heartbeats
 from kvferry.router.core.placer import Placer
-from kvferry.router.core.request import (
-    Request,
-    RequestEvent,
-    RequestState,
-)
+from kvferry.router.core.request import Request, RequestEvent, RequestState
 from kvferry.router.core.request_table import RequestTable
 
 Report = FirstToken | HandedOver | HandoverFailed | Gone

@@ -8,17 +8,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.links import (
-    Link,
-    LinkState,
-    LinkTable,
-)
+from kvferry.common.cluster.links import Link, LinkState, LinkTable
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Candidate, Job
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    TokenSource,
-)
+from kvferry.common.protocol.model_info import Compatibility, TokenSource
 from kvferry.router.core.request import Placement, Request, RequestState
 from kvferry.router.policy.placement import DecodeView, PrefillView, choose
 

@@ -13,16 +13,10 @@ from enum import Enum, auto
 import msgspec
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.table import Machine, Table
 from kvferry.common.protocol.messages import Candidate
-from kvferry.common.protocol.model_info import (
-    ModelInfo,
-    TokenSource,
-)
+from kvferry.common.protocol.model_info import ModelInfo, TokenSource
 from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.router.api import GenerateRequest
 

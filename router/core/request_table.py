@@ -9,15 +9,8 @@ import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    KvferryError,
-    UnavailableError,
-)
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.errors import InvariantError, KvferryError, UnavailableError
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.actions import Send
 from kvferry.common.cluster.links import LinkTable
 from kvferry.common.config.protocol import Limits, Timers
@@ -25,11 +18,7 @@ from kvferry.common.protocol.messages import Cancel
 from kvferry.router.api import EndEvent, GenerateRequest, Outcome, Usage
 from kvferry.router.core.effects import Effect, FinishRequest
 from kvferry.router.core.placer import Placer, RetryBudget
-from kvferry.router.core.request import (
-    Request,
-    RequestEvent,
-    RequestState,
-)
+from kvferry.router.core.request import Request, RequestEvent, RequestState
 
 COMPACT_AT = 256
 """Deadlines of ended requests that may stay in the heap, besides twice the number of requests."""

@@ -10,29 +10,10 @@ report; every message names an attempt, and reports of another attempt or of an 
 import random
 from dataclasses import dataclass, field
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    OverloadedError,
-    UnavailableError,
-)
-from kvferry.common.base.ids import (
-    RequestId,
-)
-from kvferry.common.cluster.events import (
-    Announced,
-    Event,
-    LinkClosed,
-    LinkConnected,
-    ProbeAnswered,
-    Received,
-    Tick,
-)
-from kvferry.common.cluster.links import (
-    Link,
-    LinkInput,
-    LinkState,
-    LinkTable,
-)
+from kvferry.common.base.errors import InvariantError, OverloadedError, UnavailableError
+from kvferry.common.base.ids import RequestId
+from kvferry.common.cluster.events import Announced, Event, LinkClosed, LinkConnected, ProbeAnswered, Received, Tick
+from kvferry.common.cluster.links import Link, LinkInput, LinkState, LinkTable
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import (
     FirstToken,
@@ -44,10 +25,7 @@ from kvferry.common.protocol.messages import (
     Status,
     Tokens,
 )
-from kvferry.common.protocol.model_info import (
-    ModelInfo,
-    strictest,
-)
+from kvferry.common.protocol.model_info import ModelInfo, strictest
 from kvferry.router.api import GenerateRequest
 from kvferry.router.core.effects import Effect
 from kvferry.router.core.heartbeats import Heartbeats

@@ -6,14 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from kvferry.common.base.clock import (
-    Clock,
-    MonotonicClock,
-)
-from kvferry.common.base.ids import (
-    RequestId,
-    new_request_id,
-)
+from kvferry.common.base.clock import Clock, MonotonicClock
+from kvferry.common.base.ids import RequestId, new_request_id
 from kvferry.common.config.schema import RouterConfig
 from kvferry.router.api import TokenService
 from kvferry.router.http.metrics import RouterMetrics

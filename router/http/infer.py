@@ -14,11 +14,7 @@ from kvferry.router.http.exchange import Exchange, exchange_of
 from kvferry.router.http.generation import Generation
 from kvferry.router.http.json_body.faults import describe_value
 from kvferry.router.http.json_body.reader import read_json_body
-from kvferry.router.http.sse import (
-    EVENT_STREAM,
-    EventStream,
-    wants_event_stream,
-)
+from kvferry.router.http.sse import EVENT_STREAM, EventStream, wants_event_stream
 from kvferry.router.http.validation import CheckedInfer, check_infer, infer_answer
 
 

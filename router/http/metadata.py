@@ -12,11 +12,7 @@ from kvferry.common.base.errors import UnavailableError
 from kvferry.router.http.dependencies import AppDependencies
 from kvferry.router.http.infer import known_model
 from kvferry.router.http.metrics import CONTENT_TYPE
-from kvferry.router.http.validation import (
-    DATATYPE,
-    DEFAULT_OUTPUT_NAME,
-    max_prompt_tokens,
-)
+from kvferry.router.http.validation import DATATYPE, DEFAULT_OUTPUT_NAME, max_prompt_tokens
 
 EXTENSIONS = ("model_configuration", "parameters", "schedule_policy")
 """Extensions of the v2 protocol, as far as they are supported."""

@@ -16,14 +16,7 @@ from kvferry.common.base.run_with_timeout import run_with_timeout
 from kvferry.router.http.access_log import log_exchange
 from kvferry.router.http.dependencies import AppDependencies
 from kvferry.router.http.errors import AmbiguousLengthError, ClientGoneError, HttpVersionError, problem_of
-from kvferry.router.http.exchange import (
-    SCOPE_KEY,
-    AsgiMessage,
-    AsgiSend,
-    Exchange,
-    Receive,
-    Scope,
-)
+from kvferry.router.http.exchange import SCOPE_KEY, AsgiMessage, AsgiSend, Exchange, Receive, Scope
 
 _KNOWN_METHODS = frozenset(COMBINED_METHODS) - {"WEBSOCKET"}
 _HTTP_VERSIONS = ("1.0", "1.1")

@@ -1,4 +1,4 @@
-"""Many requests of all kinds immediately: each ends once, says every index once, and nothing is left behind."""
+"""Many requests of all kinds at the same time: each ends once, says every index once, and nothing is left behind."""
 
 import asyncio
 import random

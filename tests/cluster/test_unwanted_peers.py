@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.common.base.ids import (
-    TransferKey,
-    new_request_id,
-)
+from kvferry.common.base.ids import TransferKey, new_request_id
 from kvferry.common.protocol.messages import Commit, Gone, Granted, HandoverFailed, Job, Refused, Reserve
 from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams

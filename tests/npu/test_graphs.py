@@ -16,11 +16,7 @@ import torch
 from kvferry.common.device.base import Device
 from kvferry.common.device.graphs import AcceleratorGraphs
 from kvferry.common.device.npu_graphs import NpuGraphApi, NpuGraphHandle, NpuRecorder
-from kvferry.common.device.npu_ops import (
-    NpuFeatures,
-    NpuOps,
-    causal_mask,
-)
+from kvferry.common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
 from kvferry.common.engine.decode_graphs import DecodeGraphs, GraphSize
 from kvferry.common.engine.kv_cache import KvCache
 from kvferry.common.models.decoder import DecoderModel

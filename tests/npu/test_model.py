@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from kvferry.common.device.base import Device
-from kvferry.common.device.npu_ops import (
-    NpuFeatures,
-    NpuOps,
-    causal_mask,
-)
+from kvferry.common.device.npu_ops import NpuFeatures, NpuOps, causal_mask
 from kvferry.common.device.ops import AttentionMetadata
 from kvferry.common.device.paged import allocate_paged
 from kvferry.common.device.torch_ops import TorchOps

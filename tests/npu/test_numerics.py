@@ -9,12 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from kvferry.common.device.npu_ops import (
-    NpuFeatures,
-    NpuOps,
-    TorchNpuOps,
-    causal_mask,
-)
+from kvferry.common.device.npu_ops import NpuFeatures, NpuOps, TorchNpuOps, causal_mask
 from kvferry.common.device.torch_ops import TorchOps
 from tests.npu.reference_kernels import calls, dense_attention
 from tests.support.ragged_batch import make_ragged_batch

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import Piece
-from kvferry.prefill_node.pieces import (
-    PiecePlan,
-)
+from kvferry.prefill_node.pieces import PiecePlan
 from tests.support.kv_memory import key_between
 
 KEY = key_between(Incarnation("a1" * 16), Incarnation("b2" * 16))

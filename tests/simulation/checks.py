@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from kvferry.common.base.errors import (
-    GenerationError,
-    OverloadedError,
-    UnavailableError,
-)
+from kvferry.common.base.errors import GenerationError, OverloadedError, UnavailableError
 from kvferry.common.base.ids import RequestId
 from kvferry.decode_node.role import DecodeRole
 from kvferry.decode_node.staging_slots import StagingSlots

@@ -1,12 +1,10 @@
-"""What a torture has done so far: which seeds, with which code, what came of them. Plain data in one small file.
+"""The state of a torture: seeds done, with which code, and what happened in them; also its report. Plain data.
 
-The file is replaced as a whole: whoever is stopped loses the last seconds and nothing else.
+The file is replaced as a whole: a torture that is killed loses its last seconds and nothing else.
 """
 
 import hashlib
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -14,7 +12,7 @@ import msgspec
 from tests.support.files import write_whole
 
 ROOT = Path(__file__).parents[2]
-Counts = dict[str, int]
+SOURCES = ("common", "decode_node", "ops", "prefill_node", "router", "tests/simulation")
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -27,30 +25,29 @@ class Failed(msgspec.Struct, frozen=True):
 
     @property
     def replay(self) -> str:
-        """What to type."""
+        """The command that runs it again."""
         return f"python -m tests.simulation --seeds {self.seed}:{self.seed + 1} --profile {self.profile} --trace"
 
 
 class Tally(msgspec.Struct):
-    """Sums over schedules; may be added up in any order."""
+    """Sums over schedules."""
 
-    schedules: int = 0
     cpu_s: float = 0.0
-    profiles: Counts = {}
-    faults: Counts = {}
-    ends: Counts = {}
-    messages: Counts = {}
+    tables: dict[str, dict[str, int]] = {}
+    """Title -> what -> count."""
     failed: list[Failed] = []
 
     def add(self, other: "Tally") -> None:
-        """Count those as well."""
-        self.schedules += other.schedules
         self.cpu_s += other.cpu_s
         self.failed += other.failed
-        for name in ("profiles", "faults", "ends", "messages"):
-            mine: Counts = getattr(self, name)
-            for what, count in getattr(other, name).items():
-                mine[what] = mine.get(what, 0) + count
+        for title, counts in other.tables.items():
+            self.count(title, counts)
+
+    def count(self, title: str, counts: dict[str, int]) -> None:
+        """Add counts to a table."""
+        table = self.tables.setdefault(title, {})
+        for what, count in counts.items():
+            table[what] = table.get(what, 0) + count
 
 
 class Ledger(msgspec.Struct):
@@ -58,77 +55,44 @@ class Ledger(msgspec.Struct):
 
     code: str
     profile: str
-    done: list[tuple[int, int]] = []
-    """Ranges of seeds, half-open, in order, apart from one another."""
-    wall_s: float = 0.0
+    next_seed: int = 0
+    """All seeds below are done."""
     tally: Tally = msgspec.field(default_factory=Tally)
 
-    def note(self, first: int, end: int, tally: Tally) -> None:
-        """These seeds are done."""
-        self.tally.add(tally)
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted([*self.done, (first, end)]):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        self.done = merged
-
-    def left(self, until: int | None, size: int) -> Iterator[tuple[int, int]]:
-        """What is not done yet, in ranges of at most `size`; without `until` it has no end."""
-        at = 0
-        for start, stop in self.done:
-            yield from _pieces(at, start if until is None else min(start, until), size)
-            at = stop
-        yield from _pieces(at, until, size)
+    @classmethod
+    def open(cls, path: Path, profile: str, *, fresh: bool) -> "Ledger":
+        """Continue the file's if it is of the same code, else begin a new one."""
+        new = cls(code_version(), profile)
+        try:
+            old = new if fresh else msgspec.json.decode(path.read_bytes(), type=Ledger)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return new
+        return old if (old.code, old.profile) == (new.code, new.profile) else new
 
     def save(self, path: Path) -> None:
-        """Write it to its file."""
         write_whole(path, msgspec.json.encode(self))
 
+    def report(self, command: str) -> str:
+        """Return one page of Markdown: schedules, speed, faults, ends of requests, failures."""
+        return "\n".join(self._lines(command)) + "\n"
 
-def _pieces(first: int, until: int | None, size: int) -> Iterator[tuple[int, int]]:
-    while until is None or first < until:
-        end = first + size if until is None else min(first + size, until)
-        yield first, end
-        first = end
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A ledger, and how it came to be: one line for whoever started the torture."""
-
-    ledger: Ledger
-    story: str
-
-
-def open_ledger(path: Path, code: str, profile: str, *, fresh: bool) -> Opened:
-    """Go on with the file's, if it is of the same code; else begin a new count."""
-    new = Ledger(code, profile)
-    if fresh or not path.exists():
-        return Opened(new, f"a new count, at {code}")
-    try:
-        old = msgspec.json.decode(path.read_bytes(), type=Ledger)
-    except msgspec.DecodeError as error:
-        return Opened(new, f"{path} cannot be read ({error}): a new count, at {code}")
-    if (old.code, old.profile) != (code, profile):
-        return Opened(new, f"{old.tally.schedules} schedules were of {old.code}: a new count, at {code}")
-    return Opened(old, f"goes on after {old.tally.schedules} schedules, at {code}")
+    def _lines(self, command: str) -> Iterator[str]:
+        failed, cpu_s = self.tally.failed, self.tally.cpu_s
+        yield f"# Torture: {self.next_seed} schedules, {len(failed) or 'none'} of them failed\n"
+        yield f"`{command}`, code {self.code}.\n"
+        yield f"{cpu_s:.0f} s of CPU time, {60 * self.next_seed / max(cpu_s, 1e-3):.0f} schedules a minute of it.\n"
+        for title, counts in self.tally.tables.items():
+            yield from (f"| {title} | count |", "| --- | ---: |")
+            for what, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+                yield f"| {what.strip()} | {count} |"
+            yield ""
+        for one in failed:
+            yield f"- seed {one.seed} ({one.profile}): {one.text[:300]}\n  `{one.replay}`"
 
 
 def code_version() -> str:
-    """The commit, and what differs from it in the working tree; without git a digest of all sources."""
-    try:
-        commit = _git("rev-parse", "--short=12", "HEAD").strip()
-        changes = _git("diff", "HEAD") + _git("ls-files", "--others", "--exclude-standard")
-    except (OSError, subprocess.CalledProcessError):
-        found = hashlib.sha256()
-        for path in sorted(ROOT.glob("*/**/*.py")):
-            if not path.relative_to(ROOT).parts[0].startswith((".", "build")):
-                found.update(path.read_bytes())
-        return f"sources {found.hexdigest()[:12]}"
-    return f"{commit}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else commit
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    """Return a digest of all sources that a schedule runs."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]

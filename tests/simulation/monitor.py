@@ -4,17 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.cluster.actions import Send
-from kvferry.common.cluster.events import (
-    PieceBad,
-    Received,
-    Tick,
-)
+from kvferry.common.cluster.events import PieceBad, Received, Tick
 from kvferry.common.protocol.messages import (
     Abort,
     Cancel,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation import __main__ as schedules
-from tests.simulation import mutate, torture
+from tests.simulation import find_defects, torture
 from tests.simulation.draw import draw_schedule
 
 Capture = pytest.CaptureFixture[str]
@@ -44,9 +44,9 @@ def test_schedules_refuses(arguments: list[str], error: str, tmp_path: Path, cap
         (["--jobs", "0"], "argument --jobs: expected at least 1, got 0"),
     ],
 )
-def test_mutations_refuses(arguments: list[str], error: str, capsys: Capture) -> None:
+def test_find_defects_refuses(arguments: list[str], error: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as end:
-        mutate.main(arguments)
+        find_defects.main(arguments)
     assert end.value.code == 2
     assert error in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ from tests.simulation.ledger import Tally
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run, run_schedule
 from tests.simulation.schedule import Ask
-from tests.simulation.torture import do_range
+from tests.simulation.torture import run_seeds
 
 SEEDS_PER_PROFILE = 10
 SEEDS_OF_ALL = 60
@@ -127,8 +127,9 @@ def test_every_kind_of_fault_occurs():
     """A schedule that passes proves nothing about a fault that never occurs."""
     tally, missing = Tally(), FAULTS | ENDS | MESSAGES
     for first in range(0, AT_MOST, 10):
-        tally.add(do_range("each", first, first + 10)[2])
-        missing = (FAULTS - tally.faults.keys()) | (ENDS - tally.ends.keys()) | (MESSAGES - tally.messages.keys())
+        tally.add(run_seeds("each", first, first + 10))
+        needed = {"fault": FAULTS, "end of requests": ENDS, "message": MESSAGES}
+        missing = {what for title, whats in needed.items() for what in whats - tally.tables[title].keys()}
         if not missing:
             break
     assert missing == set()

@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from tests.simulation.__main__ import main
+from tests.simulation.defects import DEFECTS
 from tests.simulation.draw import draw_schedule
-from tests.simulation.mutations import MUTATIONS
 from tests.simulation.schedule import Ask, Schedule
 from tests.simulation.shrink import Shrinker, describe, shrink
 from tests.simulation.trial import Failure, try_schedule
 
-DEFECT = next(mutation for mutation in MUTATIONS if mutation.rule == "31" and mutation.attribute == "job")
+DEFECT = next(defect for defect in DEFECTS if defect.name == "a gap before new tokens is skipped")
 
 
 def test_a_defect_needs_few_events():

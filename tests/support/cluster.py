@@ -1,7 +1,7 @@
 """A whole cluster in one process: the router's real application and service, real nodes, real ZeroMQ, a real model.
 
-Nodes are threads; endpoints are `inproc` unless told otherwise. At the end everything must be at the baseline: no
-request, no block, no entry, no socket, no thread, no descriptor left.
+Nodes are threads; endpoints are `inproc` unless a test says otherwise. At the end everything must be at the baseline:
+no request, no block, no entry, no socket, no thread, no descriptor left.
 """
 
 import asyncio
@@ -34,10 +34,7 @@ from kvferry.common.transport.context import TransportContext
 from kvferry.decode_node.role import make_decode_role
 from kvferry.ops.roles import make_colocated_roles
 from kvferry.prefill_node.role import make_prefill_role
-from kvferry.router.http.app import (
-    AppDependencies,
-    create_app,
-)
+from kvferry.router.http.app import AppDependencies, create_app
 from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.shell import AsgiShell
 from kvferry.router.service import RouterService, ServiceSettings
@@ -85,7 +82,7 @@ class ClusterOptions:
 
 
 class NodeThread:
-    """One node of the cluster. `kill` ends it without a word to anybody."""
+    """One node of the cluster. `kill` ends it without a message to any peer."""
 
     def __init__(self, name: str, role: NodeKind, shell: NodeShell, pauses: PausePoints) -> None:
         self.name = name
@@ -191,7 +188,7 @@ class Cluster:
         return node
 
     def kill(self, name: str) -> NodeThread:
-        """The node ends at once, telling nobody."""
+        """End the node immediately, without a message to any peer."""
         node = self.nodes.pop(name)
         node.kill()
         self.dead.append(node)

@@ -15,10 +15,7 @@ from kvferry.common.base.clock import ManualClock
 from kvferry.common.base.ids import RequestId
 from kvferry.common.config.schema import RouterConfig
 from kvferry.ops.launcher.worker import RouterProtocol, RouterServer
-from kvferry.router.http.app import (
-    AppDependencies,
-    create_app,
-)
+from kvferry.router.http.app import AppDependencies, create_app
 from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.shell import AsgiShell
 from tests.support.fake_service import FakeTokenService

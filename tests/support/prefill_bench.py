@@ -7,30 +7,10 @@ from array import array
 from collections.abc import Iterable
 from typing import TypeVar
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    RunStep,
-    Send,
-    SendPiece,
-    StopPieces,
-)
-from kvferry.common.cluster.events import (
-    Event,
-    PieceSent,
-    PiecesStopped,
-    Received,
-    StepDone,
-    Tick,
-)
-from kvferry.common.cluster.node_core import (
-    NodeCore,
-    NodeIdentity,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.cluster.actions import Action, RunStep, Send, SendPiece, StopPieces
+from kvferry.common.cluster.events import Event, PieceSent, PiecesStopped, Received, StepDone, Tick
+from kvferry.common.cluster.node_core import NodeCore, NodeIdentity
 from kvferry.common.cluster.node_role import NodeRole
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.block_pool import BlockPool
@@ -48,9 +28,7 @@ from kvferry.common.protocol.messages import (
     WantedRequest,
     Welcome,
 )
-from kvferry.common.protocol.model_info import (
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import ModelInfo
 from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.scheduling.scheduler import Scheduler

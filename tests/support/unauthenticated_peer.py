@@ -2,10 +2,7 @@
 
 import asyncio
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.ids import Incarnation, new_incarnation
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import ClientKind, Envelope, Heartbeat, Hello, Message, WantedRequest, Welcome
 from kvferry.common.protocol.model_info import Compatibility

@@ -2,11 +2,7 @@
 
 from array import array
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
 from kvferry.common.protocol.messages import (
     Abort,
     Announce,
@@ -40,10 +36,7 @@ from kvferry.common.protocol.messages import (
     Welcome,
     WrongIncarnation,
 )
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
 

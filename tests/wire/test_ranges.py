@@ -59,7 +59,7 @@ def test_what_is_no_number_of_that_range_is_refused(place: tuple[str, Path], val
 
 
 @given(st.sampled_from([place for place in PLACES if place[1][-1] != "seed"]), st.integers(2**54, 2**64 - 1))
-def test_a_number_that_nobody_counts_to_is_refused(place: tuple[str, Path], value: int):
+def test_a_number_beyond_any_count_is_refused(place: tuple[str, Path], value: int):
     with pytest.raises(ProtocolError):
         decode(with_value(*place, value), LIMITS)
 

@@ -4,21 +4,10 @@ from array import array
 
 import pytest
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    ExpectPieces,
-    ForgetPieces,
-    Send,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.cluster.actions import ExpectPieces, ForgetPieces, Send
 from kvferry.common.cluster.clients import ClientTable
-from kvferry.common.cluster.events import (
-    PieceArrived,
-    PieceBad,
-)
+from kvferry.common.cluster.events import PieceArrived, PieceBad
 from kvferry.common.config.protocol import Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.protocol.messages import (

@@ -6,10 +6,7 @@ from msgspec.structs import replace
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import RequestId
 from kvferry.common.cluster.actions import ForgetPieces
-from kvferry.common.cluster.events import (
-    PieceArrived,
-    Tick,
-)
+from kvferry.common.cluster.events import PieceArrived, Tick
 from kvferry.common.config.protocol import Limits
 from kvferry.common.kv.host_pool import HostPool
 from kvferry.common.protocol.messages import (

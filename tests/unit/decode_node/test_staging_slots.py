@@ -3,16 +3,8 @@
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    CloseSession,
-    ExpectPieces,
-    Send,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.cluster.actions import CloseSession, ExpectPieces, Send
 from kvferry.common.cluster.events import SessionClosed
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Abort, Cancel, Granted, Revoke

@@ -5,27 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    Action,
-    Send,
-    SendPiece,
-    StopPieces,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.cluster.actions import Action, Send, SendPiece, StopPieces
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv.shape import KvShape
 from kvferry.common.protocol.messages import Abort, Candidate, Commit, Committed, Granted, Job, Queued, Refused, Reserve
 from kvferry.common.protocol.request_spec import RequestSpec
 from kvferry.common.protocol.sampling_params import SamplingParams
-from kvferry.prefill_node.handover import (
-    HandoverContext,
-    HandoverSender,
-    NextToken,
-)
+from kvferry.prefill_node.handover import HandoverContext, HandoverSender, NextToken
 from kvferry.prefill_node.handover_table import SendState
 
 SELF_ID, FIRST, SECOND = Incarnation("1" * 32), Incarnation("2" * 32), Incarnation("3" * 32)

@@ -10,12 +10,7 @@ import pytest
 
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import Send
-from kvferry.common.cluster.events import (
-    LinkClosed,
-    ProbeAnswered,
-    Received,
-    Tick,
-)
+from kvferry.common.cluster.events import LinkClosed, ProbeAnswered, Received, Tick
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import (
     Cancel,

@@ -3,18 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    CloseKv,
-    OpenKv,
-    Send,
-    SendHello,
-    SendPiece,
-    StopPieces,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.actions import CloseKv, OpenKv, Send, SendHello, SendPiece, StopPieces
 from kvferry.common.cluster.events import (
     DrainRequested,
     KvSendFailed,

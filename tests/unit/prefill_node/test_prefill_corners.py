@@ -5,15 +5,8 @@ from array import array
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    ExitProcess,
-    SendPiece,
-    StopPieces,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.actions import ExitProcess, SendPiece, StopPieces
 from kvferry.common.cluster.events import (
     DrainRequested,
     EngineFailed,

@@ -9,17 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvferry.common.base.clock import ManualClock
-from kvferry.common.base.ids import (
-    RequestId,
-    new_incarnation,
-)
+from kvferry.common.base.ids import RequestId, new_incarnation
 from kvferry.common.cluster.links import LinkState
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Envelope, FirstToken, Hello, Job, Message, Status, Welcome
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.common.protocol.wire import decode, encode
 from kvferry.common.transport.context import TransportContext

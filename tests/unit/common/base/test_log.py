@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.log import (
-    ACCESS_LOGGER,
-    request_logger,
-    setup_logging,
-)
+from kvferry.common.base.log import ACCESS_LOGGER, request_logger, setup_logging
 from kvferry.common.config.schema import LogConfig
 
 

@@ -3,14 +3,8 @@
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
-from kvferry.common.cluster.clients import (
-    FORGOTTEN_KEPT,
-    ClientTable,
-)
+from kvferry.common.base.ids import Incarnation, RequestId
+from kvferry.common.cluster.clients import FORGOTTEN_KEPT, ClientTable
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Heartbeat, WantedRequest
 

@@ -3,23 +3,11 @@
 import pytest
 
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.actions import (
-    BindPeer,
-    CloseLink,
-    OpenLink,
-    SendHello,
-)
-from kvferry.common.cluster.links import (
-    MOST_LINKS,
-    LinkState,
-    LinkTable,
-)
+from kvferry.common.cluster.actions import BindPeer, CloseLink, OpenLink, SendHello
+from kvferry.common.cluster.links import MOST_LINKS, LinkState, LinkTable
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Hello, Status, Welcome
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from tests.support.links import DrivenLinks
 
 HERE = "tcp://node:1"

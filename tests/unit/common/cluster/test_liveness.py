@@ -4,24 +4,11 @@ import pytest
 
 from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.actions import (
-    CloseLink,
-    OpenLink,
-    Probe,
-    ResetLink,
-    SendHello,
-)
-from kvferry.common.cluster.links import (
-    FORGET_AFTER_S,
-    LinkState,
-    LinkTable,
-)
+from kvferry.common.cluster.actions import CloseLink, OpenLink, Probe, ResetLink, SendHello
+from kvferry.common.cluster.links import FORGET_AFTER_S, LinkState, LinkTable
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Hello, HelloRefused, Status, Welcome
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from tests.support.links import DrivenLinks
 
 HERE, THERE = "tcp://node:1", "tcp://node:2"

@@ -2,25 +2,11 @@
 
 import pytest
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-    TransferKey,
-)
-from kvferry.common.cluster.actions import (
-    ExitProcess,
-    Send,
-)
+from kvferry.common.base.ids import Incarnation, RequestId, TransferKey
+from kvferry.common.cluster.actions import ExitProcess, Send
 from kvferry.common.cluster.clients import ClientTable
-from kvferry.common.cluster.events import (
-    DrainRequested,
-    Received,
-    Tick,
-)
-from kvferry.common.cluster.node_core import (
-    NodeCore,
-    NodeIdentity,
-)
+from kvferry.common.cluster.events import DrainRequested, Received, Tick
+from kvferry.common.cluster.node_core import NodeCore, NodeIdentity
 from kvferry.common.config.protocol import Timers
 from kvferry.common.kv.block_pool import BlockPool
 from kvferry.common.protocol.messages import (
@@ -36,10 +22,7 @@ from kvferry.common.protocol.messages import (
     Welcome,
     WrongIncarnation,
 )
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.scheduling.scheduler import Scheduler
 from kvferry.common.scheduling.sequence import SchedulerConfig
 

@@ -1,10 +1,6 @@
 """A node that plans its next step while one is computed: reports, the age of a step, a stuck engine."""
 
-from kvferry.common.cluster.actions import (
-    Action,
-    ExitProcess,
-    RunStep,
-)
+from kvferry.common.cluster.actions import Action, ExitProcess, RunStep
 from kvferry.common.protocol.messages import Tokens
 from tests.support.prefill_bench import PrefillBench, said
 

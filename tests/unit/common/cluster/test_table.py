@@ -5,11 +5,7 @@ from enum import Enum, auto
 import pytest
 
 from kvferry.common.base.errors import InvariantError
-from kvferry.common.cluster.table import (
-    STORY_LENGTH,
-    Machine,
-    Table,
-)
+from kvferry.common.cluster.table import STORY_LENGTH, Machine, Table
 
 
 class Light(Enum):

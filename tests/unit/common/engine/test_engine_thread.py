@@ -7,17 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from kvferry.common.base.clock import ManualClock
-from kvferry.common.cluster.events import (
-    Event,
-    LayersDone,
-    StepDone,
-    StepProgressed,
-)
-from kvferry.common.engine.engine_thread import (
-    PROGRESS_INTERVAL_S,
-    SHORT_STEP_S,
-    EngineThread,
-)
+from kvferry.common.cluster.events import Event, LayersDone, StepDone, StepProgressed
+from kvferry.common.engine.engine_thread import PROGRESS_INTERVAL_S, SHORT_STEP_S, EngineThread
 from kvferry.common.scheduling.step import ScheduledSequence, StepBatch, StepResult
 from tests.support.eventually import PATIENCE_S
 

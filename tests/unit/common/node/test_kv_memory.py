@@ -9,11 +9,7 @@ from kvferry.common.config.host import HostFacts
 from kvferry.common.config.protocol import Limits
 from kvferry.common.config.resolve import NodeSettings, resolve_node
 from kvferry.common.config.schema import ClusterConfig
-from kvferry.common.node.memory import (
-    check_piece_bytes,
-    kv_cache_bytes,
-    swap_bytes,
-)
+from kvferry.common.node.memory import check_piece_bytes, kv_cache_bytes, swap_bytes
 from tests.support.paged_device import PagedDevice
 
 FREE = 10_000_000_000

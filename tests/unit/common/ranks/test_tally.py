@@ -5,18 +5,8 @@ import random
 
 import pytest
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    TransferKey,
-)
-from kvferry.common.cluster.events import (
-    KvFailed,
-    KvSendFailed,
-    PieceArrived,
-    PieceBad,
-    PieceSent,
-    PiecesStopped,
-)
+from kvferry.common.base.ids import Incarnation, TransferKey
+from kvferry.common.cluster.events import KvFailed, KvSendFailed, PieceArrived, PieceBad, PieceSent, PiecesStopped
 from kvferry.common.kv_transfer.interface import KvEvent
 from kvferry.common.protocol.messages import Piece
 from kvferry.common.ranks.tally import PieceTally

@@ -13,10 +13,7 @@ import pytest
 import zmq
 
 from kvferry.common.base.errors import ConfigError
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.ids import Incarnation, new_incarnation
 from kvferry.common.config.endpoints import with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Announce, Envelope, WrongIncarnation

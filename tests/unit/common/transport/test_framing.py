@@ -5,15 +5,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.common.base.ids import (
-    new_incarnation,
-    routing_id,
-)
-from kvferry.common.transport.framing import (
-    OVERHEAD_BYTES,
-    pack,
-    unpack,
-)
+from kvferry.common.base.ids import new_incarnation, routing_id
+from kvferry.common.transport.framing import OVERHEAD_BYTES, pack, unpack
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.options import SocketOptions

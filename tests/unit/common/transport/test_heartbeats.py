@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.ids import Incarnation, new_incarnation
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket
 from kvferry.common.transport.node_socket import NodeSocket

@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-)
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
+from kvferry.common.base.errors import ConfigError, InvariantError
+from kvferry.common.base.ids import Incarnation, new_incarnation
 from kvferry.common.config.protocol import Limits
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.link_socket import LinkSocket

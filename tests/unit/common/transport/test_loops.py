@@ -19,10 +19,7 @@ from kvferry.common.transport.node_socket import NodeSocket
 from kvferry.common.transport.nonblocking import SendResult
 from kvferry.common.transport.options import SocketOptions
 from kvferry.common.transport.poll_loop import PollLoop
-from kvferry.common.transport.waker import (
-    Inbox,
-    Waker,
-)
+from kvferry.common.transport.waker import Inbox, Waker
 from tests.support.transport import DEADLINE_S, nothing_left, take_one, transport_context, wait_until
 
 OPTIONS = SocketOptions()

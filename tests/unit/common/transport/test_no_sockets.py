@@ -10,10 +10,7 @@ import zmq
 
 from kvferry.common.base.errors import OutOfSocketsError
 from kvferry.common.base.ids import new_incarnation
-from kvferry.common.cluster.events import (
-    KvSendFailed,
-    PieceSent,
-)
+from kvferry.common.cluster.events import KvSendFailed, PieceSent
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.kv_transfer.zmq_backend import ZmqKvMover
 from kvferry.common.protocol.messages import Hello

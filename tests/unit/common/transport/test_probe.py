@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.common.base.errors import ConfigError
-from kvferry.common.transport.probe import (
-    ProbeResult,
-    probe,
-    probe_async,
-)
+from kvferry.common.transport.probe import ProbeResult, probe, probe_async
 from tests.support.transport import DEADLINE_S, ipc_endpoint, nothing_left
 
 

@@ -10,19 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvferry.common.base.errors import (
-    ConfigError,
-    InvariantError,
-)
-from kvferry.common.base.ids import (
-    Incarnation,
-    new_incarnation,
-)
-from kvferry.common.cluster.events import (
-    Event,
-    LinkClosed,
-    LinkConnected,
-)
+from kvferry.common.base.errors import ConfigError, InvariantError
+from kvferry.common.base.ids import Incarnation, new_incarnation
+from kvferry.common.cluster.events import Event, LinkClosed, LinkConnected
 from kvferry.common.config.endpoints import parse_endpoint, with_key
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Hello

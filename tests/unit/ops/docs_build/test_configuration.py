@@ -7,19 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.common.config.docs import (
-    config_as_toml,
-    section_keys,
-    section_text,
-)
+from kvferry.common.config.docs import config_as_toml, section_keys, section_text
 from kvferry.common.config.load import load_config, parse_override
 from kvferry.common.config.schema import section_types
 from kvferry.common.config.toml import toml_value
-from kvferry.ops.docs_build.configuration import (
-    TARGET,
-    configuration_page,
-    main,
-)
+from kvferry.ops.docs_build.configuration import TARGET, configuration_page, main
 
 ALL_KEYS = [key for name, section in section_types().items() for key in section_keys(name, section)]
 

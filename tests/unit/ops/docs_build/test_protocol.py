@@ -20,21 +20,9 @@ from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.config.schema import NodeConfig
 from kvferry.common.protocol.messages import MESSAGE_TYPES
 from kvferry.common.scheduling.sequence import TRANSITIONS, SequenceStatus
-from kvferry.ops.docs_build.protocol import (
-    PROTOCOL,
-    RULES_TESTED,
-    STATES,
-    main,
-    message_table,
-    with_messages,
-)
+from kvferry.ops.docs_build.protocol import PROTOCOL, RULES_TESTED, STATES, main, message_table, with_messages
 from kvferry.ops.docs_build.rules import rules_page
-from kvferry.ops.docs_build.states import (
-    all_machines,
-    state_meanings,
-    states_page,
-    texts_below,
-)
+from kvferry.ops.docs_build.states import all_machines, state_meanings, states_page, texts_below
 
 MACHINES = all_machines()
 

@@ -5,19 +5,9 @@ from collections.abc import Collection
 
 import pytest
 
-from kvferry.common.base.errors import (
-    InvariantError,
-    OverloadedError,
-    UnavailableError,
-)
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
-from kvferry.common.cluster.events import (
-    LinkClosed,
-    Tick,
-)
+from kvferry.common.base.errors import InvariantError, OverloadedError, UnavailableError
+from kvferry.common.base.ids import Incarnation, RequestId
+from kvferry.common.cluster.events import LinkClosed, Tick
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Heartbeat, Job, Status
 from kvferry.common.protocol.sampling_params import SamplingParams

@@ -6,21 +6,12 @@ from array import array
 import pytest
 
 from kvferry.common.base.errors import UnavailableError
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.actions import Send
-from kvferry.common.cluster.events import (
-    Received,
-    Tick,
-)
+from kvferry.common.cluster.events import Received, Tick
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import Envelope, FirstToken, Job, Status, Welcome, WrongIncarnation
-from kvferry.common.protocol.model_info import (
-    Compatibility,
-    ModelInfo,
-)
+from kvferry.common.protocol.model_info import Compatibility, ModelInfo
 from kvferry.common.protocol.sampling_params import SamplingParams
 from kvferry.router.core.effects import Effect, FinishRequest
 from kvferry.router.core.router_core import RouterCore

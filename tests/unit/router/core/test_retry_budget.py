@@ -4,10 +4,7 @@ from array import array
 
 import pytest
 
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.actions import Send
 from kvferry.common.cluster.events import Tick
 from kvferry.common.config.protocol import Limits

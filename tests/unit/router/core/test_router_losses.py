@@ -6,26 +6,10 @@ from array import array
 import pytest
 from msgspec.structs import replace
 
-from kvferry.common.base.errors import (
-    GenerationError,
-    InvariantError,
-    KvferryError,
-    OverloadedError,
-    UnavailableError,
-)
-from kvferry.common.base.ids import (
-    Incarnation,
-    RequestId,
-)
+from kvferry.common.base.errors import GenerationError, InvariantError, KvferryError, OverloadedError, UnavailableError
+from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.actions import SendHello
-from kvferry.common.cluster.events import (
-    Announced,
-    DrainRequested,
-    LinkClosed,
-    LinkConnected,
-    ProbeAnswered,
-    Tick,
-)
+from kvferry.common.cluster.events import Announced, DrainRequested, LinkClosed, LinkConnected, ProbeAnswered, Tick
 from kvferry.common.config.protocol import Limits, Timers
 from kvferry.common.protocol.messages import (
     Announce,

@@ -20,11 +20,7 @@ from kvferry.router.http.metrics import RouterMetrics
 from kvferry.router.http.parameters import RequestParameters, read_parameters
 from kvferry.router.http.routes import routes
 from kvferry.router.http.sse import end_event, tokens_event
-from kvferry.router.http.validation import (
-    DEFAULT_PRIORITY,
-    DEFAULT_TIMEOUT_S,
-    infer_answer,
-)
+from kvferry.router.http.validation import DEFAULT_PRIORITY, DEFAULT_TIMEOUT_S, infer_answer
 from tests.support.fake_service import MODEL
 from tests.support.http_app import HttpApp
 

@@ -6,10 +6,7 @@ import json
 import pytest
 from falcon import testing
 
-from kvferry.common.base.errors import (
-    GenerationError,
-    OverloadedError,
-)
+from kvferry.common.base.errors import GenerationError, OverloadedError
 from kvferry.router.http.sse import wants_event_stream
 from tests.support.fake_service import Script, expected_token
 from tests.support.http_app import Connection, HttpApp, connect, serve
