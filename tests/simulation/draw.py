@@ -14,29 +14,11 @@ from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import NodeSpec
 from kvferry.ops.simulate.worker import WorkerSpec
+from tests.simulation.draw_faults import NEAR_TIMERS_S, SHORT_S, WARM_UP_S, FaultGenerator
 from tests.simulation.incompatible import INCOMPATIBLE_FIELDS, make_incompatible, with_two_kinds
 from tests.simulation.profiles import PROFILES, Profile
-from tests.simulation.schedule import (
-    Ask,
-    Blip,
-    Crash,
-    Cut,
-    Drain,
-    Fault,
-    Freeze,
-    Incompatible,
-    Leave,
-    Schedule,
-    ScheduledEvent,
-    Slow,
-    Stall,
-    Wedge,
-)
+from tests.simulation.schedule import Ask, Fault, Incompatible, Leave, Schedule, ScheduledEvent
 
-WARM_UP_S = 0.7
-"""Links are up by then, unless a fault prevents it."""
-NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
-"""Durations of cuts and freezes: close to the timeouts of the protocol, where most bugs are found."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, paused_reservation_s=0.2, migration_wait_s=4.0)
 """The default pauses are too long for the number of requests in a schedule."""
 SHORT_WAITS = (
@@ -48,12 +30,9 @@ SHORT_WAITS = (
     "retain_s",
 )
 """The timeouts that the profile `impatient` shortens."""
-SHORT_S = (0.3, 0.6, 1.2)
 CONGESTED_BYTES_PER_S = (1e5, 2e5)
 """The KV transfer of one request takes 0.1 to 0.8 s."""
 LARGE_PIECE_BYTES = 16_384
-KV_CUTS = 4
-"""Upper bound of KV cuts in an impatient schedule."""
 RETRY_TOKENS = 60
 """Enough for one to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "killers", "damaged", "blips", "partitions", "slow", "crashes",
@@ -103,7 +82,6 @@ class _Generator:
         self.both = rng.random() < profile.both
         self.mixed = not self.both and rng.random() < profile.mixed
         self.step_s = 0.15 if profile.slow_engine else rng.choice((0.008, 0.03, 0.06))
-        self.asked_at: list[float] = []
         self.poisoned: frozenset[int] = frozenset()
         self.killers: frozenset[int] = frozenset()
         """Seeds of requests."""
@@ -137,7 +115,7 @@ class _Generator:
         if self.two_kinds:
             num_prefill, num_decode = max(2, num_prefill), max(2, num_decode)
         asks = list(self._asks([f"W{i}" for i in range(num_workers)]))
-        self.asked_at = [ask.at for ask in asks]
+        faults = FaultGenerator(rng, profile, [ask.at for ask in asks], self.kv_cuts)
         self.poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
         self.killers = frozenset(ask.seed for ask in asks if ask.kills)
         limits = self._limits()
@@ -146,13 +124,13 @@ class _Generator:
         nodes = tuple(self._node(i, role, limits) for i, role in enumerate(roles))
         if self.two_kinds:
             nodes = with_two_kinds(nodes)
-        nodes, incompatible, replacements = self._incompatible_nodes(nodes)
+        nodes, incompatible, replacements = self._incompatible_nodes(nodes, faults)
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
         events: list[ScheduledEvent] = [
             *asks,
             *replacements,
             *self._leaves(asks),
-            *self._faults(hosts, [spec.name for spec in nodes]),
+            *faults.generate(hosts, [spec.name for spec in nodes]),
         ]
         return Schedule(
             seed,
@@ -223,14 +201,14 @@ class _Generator:
         target = layer_bytes // self.pieces_per_layer if self.pieces_per_layer else LARGE_PIECE_BYTES
         return replace(spec, limits=msgspec.structs.replace(limits, piece_target_bytes=target))
 
-    def _incompatible_nodes(self, nodes: tuple[NodeSpec, ...]) -> _Extended:
+    def _incompatible_nodes(self, nodes: tuple[NodeSpec, ...], faults: FaultGenerator) -> _Extended:
         """With the probability of the profile, add an incompatible node, or replace a node by one for a while."""
         rng = self.rng
         if rng.random() >= self.profile.incompatible:
             return nodes, {}, []
         field, single = rng.choice(INCOMPATIBLE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
         if single and rng.random() < 0.6:  # a node with both roles is compatible with itself
-            return nodes, {}, [Incompatible(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
+            return nodes, {}, [Incompatible(faults.time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
         extra = self._incompatible_node(rng.choice(nodes), len(nodes), field)
         return (*nodes, extra), {extra.name: field}, []
 
@@ -278,57 +256,3 @@ class _Generator:
         for ask in asks:
             if self.rng.random() < self.profile.leaving:
                 yield Leave(ask.at + self.rng.choice((0.0, 0.02, 0.2, 1.0)) * self.rng.random(), ask.number)
-
-    def _times(self, rate: float) -> Iterator[float]:
-        for _ in range(int(rate * 2 * self.rng.random() + self.rng.random())):
-            yield self._time()
-
-    def _time(self) -> float:
-        """Return a time; half of the times are shortly after a request."""
-        if self.rng.random() < 0.5:
-            return self.rng.choice(self.asked_at) + 0.4 * self.rng.random() ** 2
-        return WARM_UP_S + self.profile.span_s * self.rng.random()
-
-    def _linked(self, hosts: list[str], kinds: str = "WPD") -> tuple[str, str]:
-        """Return two hosts that have a connection, in either order."""
-        pair = self.rng.sample(kinds, 2)
-        first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in pair)
-        return first, second
-
-    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[Fault]:
-        rng, profile = self.rng, self.profile
-        for at in self._times(profile.blips):
-            kv = rng.random() < 0.3
-            host_a, host_b = self._linked(hosts, "PD" if kv else "WPD")
-            yield Blip(at, host_a, host_b, kv)
-        for at in self._times(profile.partitions):
-            duration = rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random())
-            host_a, host_b = self._linked(hosts)
-            yield Cut(at, host_a, host_b, duration, kv=False)
-            if rng.random() < 0.3:
-                yield Cut(at, host_b, host_a, duration, kv=False)
-            if rng.random() < 0.3:
-                yield Cut(at, *self._linked(hosts, "PD"), duration, kv=True)
-        for at in self._times(profile.slow):
-            yield Slow(at, rng.choice(hosts), rng.choice((0.05, 0.3, 0.9)), 0.5 + 3 * rng.random())
-        for at in self._times(profile.crashes):
-            yield Crash(at, rng.choice(hosts), rng.choice((0, 0, 1, 3, 10)), rng.choice((0.05, 0.5, 3.0)))
-        for at in self._times(profile.freezes):
-            yield Freeze(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
-        for at in self._times(profile.stalls):
-            yield Stall(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
-        for at in self._times(profile.wedges):
-            yield Wedge(at, rng.choice(nodes), rng.choice((1.0, 14.0, 60.0)))
-        for at in self._times(profile.drains):
-            yield Drain(at, rng.choice(hosts), rng.choice((0.05, 0.5)))
-        yield from self._kv_cuts(hosts)
-
-    def _kv_cuts(self, hosts: list[str]) -> Iterator[Fault]:
-        """Cut KV connections shortly after a request, for about the length of a timeout."""
-        rng = self.kv_cuts
-        if rng is None:
-            return
-        for _ in range(rng.randint(1, KV_CUTS)):
-            at = rng.choice(self.asked_at) + 0.2 * rng.random()
-            prefill, decode = (rng.choice([host for host in hosts if host.startswith(kind)]) for kind in "PD")
-            yield Cut(at, prefill, decode, rng.choice(SHORT_S) * (0.5 + 1.5 * rng.random()), kv=True)
