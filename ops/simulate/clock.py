@@ -1,4 +1,4 @@
-"""Virtual time: a heap of things that will happen. Deterministic; knows nothing of what happens. No wall clock."""
+"""Virtual time: a heap of scheduled callbacks. Deterministic; no wall clock, no threads."""
 
 import heapq
 from collections.abc import Callable
@@ -7,32 +7,31 @@ Callback = Callable[..., None]
 
 
 class EventLoop:
-    """Runs callbacks in the order of their time; those of the same time in the order in which they were scheduled."""
+    """Runs callbacks in order of their time; those of the same time in the order of scheduling."""
 
-    __slots__ = ("_heap", "_now_s", "_number", "num_done")
+    __slots__ = ("_heap", "_now_s", "_sequence_no", "num_done")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callback, tuple[object, ...]]] = []
         self._now_s = 0.0
-        self._number = 0
+        self._sequence_no = 0
         self.num_done = 0
         """Callbacks run so far."""
 
     def now(self) -> float:
-        """Virtual seconds since the world began."""
+        """Virtual seconds since the start of the world."""
         return self._now_s
 
     def at(self, time_s: float, callback: Callback, *arguments: object) -> None:
-        """Do it at this time; in the past counts as now."""
-        self._number += 1
-        heapq.heappush(self._heap, (max(time_s, self._now_s), self._number, callback, arguments))
+        """Schedule a callback at this time; a time in the past means now."""
+        self._sequence_no += 1
+        heapq.heappush(self._heap, (max(time_s, self._now_s), self._sequence_no, callback, arguments))
 
     def after(self, delay_s: float, callback: Callback, *arguments: object) -> None:
-        """Do it that much later."""
         self.at(self._now_s + delay_s, callback, *arguments)
 
     def run_until(self, time_s: float) -> None:
-        """Do all that is planned up to this time; it is this time afterwards."""
+        """Run every callback scheduled up to this time, then set the clock to it."""
         heap = self._heap
         while heap and heap[0][0] <= time_s:
             self._now_s, _, callback, arguments = heapq.heappop(heap)

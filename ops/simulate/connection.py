@@ -1,6 +1,6 @@
-"""One connection of the simulated network, as ZeroMQ over TCP behaves: in order, lossy only where it breaks.
+"""State of one connection of the simulated network, which behaves as ZeroMQ over TCP: in order, lossy only on a break.
 
-Decides nothing about what breaks when: the network does.
+Plain data. `network.py` decides what breaks and when.
 """
 
 from collections import deque
@@ -12,8 +12,8 @@ from kvferry.common.cluster.events import Event
 from kvferry.common.protocol.messages import Envelope
 
 
-class NetworkPeer(Protocol):
-    """What the network needs of a process."""
+class Endpoint(Protocol):
+    """A process as the network sees it."""
 
     host: str
     incarnation: Incarnation
@@ -21,50 +21,45 @@ class NetworkPeer(Protocol):
     alive: bool
     frozen: bool
 
-    def post(self, event: Event) -> None:
-        """Deliver an event to the process."""
-        ...
+    def post(self, event: Event) -> None: ...
 
 
 @dataclass(slots=True)
 class Flight:
-    """A message in transit."""
+    """A message in flight."""
 
     envelope: Envelope
-    epoch: int
-    """Which of the connections made one after the other it belongs to."""
 
 
 @dataclass(slots=True)
 class Direction:
-    """One way of a connection."""
+    """One direction of a connection."""
 
     last_at: float = 0.0
-    """When the last message will arrive: later ones come after it."""
+    """Arrival time of the last message; later messages arrive after it."""
     held: list[Envelope] | None = None
-    """While this way is cut: messages that wait for it to heal, or for the connection to break."""
-    flying: deque[Flight] = field(default_factory=deque)
+    """While this direction is cut: messages that wait until it heals or the connection breaks."""
+    in_flight: deque[Flight] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class Connection:
     """A client's link to the process that listens at an address."""
 
-    client: NetworkPeer
+    client: Endpoint
     address: str
-    server: NetworkPeer | None = None
+    server: Endpoint | None = None
     """None while not connected."""
     epoch: int = 0
-    """Counts connections made and broken."""
+    """Incremented whenever the connection is made or breaks."""
     closed: bool = False
-    """The client closed its socket for good."""
+    """The client closed its socket."""
     retry_s: float = 0.0
     outbox: list[Envelope] = field(default_factory=list)
-    """Messages that wait for a connection."""
+    """Messages that wait for the connection to be made."""
     to_server: Direction = field(default_factory=Direction)
     to_client: Direction = field(default_factory=Direction)
 
     @property
     def up(self) -> bool:
-        """Connected."""
         return self.server is not None

@@ -1,8 +1,8 @@
-"""A prefill node's end of the simulated KV transport: reads what the cache holds, then sends or writes it.
+"""Sending end of the simulated KV transport, at a prefill node: reads pieces from the cache, then sends or writes them.
 
-Messages arrive in order or never. Writes into staging slots of the receiver happen in any order, late, or unnoticed.
-
-It knows transfer keys, block tables and slots, as the real one does; who may write where is decided by the cores.
+Messages arrive in order or not at all. One-sided writes into staging slots of the receiver land in any order, late, or
+without a confirmation. Like the real transport it knows transfer keys, block tables and slots; the cores decide which
+transfer may write where.
 """
 
 from collections import deque
@@ -21,9 +21,9 @@ from kvferry.ops.simulate.kv_receiver import KvReceiver
 from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore
 
 RETRY_S = 0.1
-"""Until the receiver can be reached."""
+"""Retry interval while the receiver is unreachable."""
 NO_SLOT_RETRY_S = 0.004
-"""Until a piece in a slot is credited."""
+"""Retry interval while no slot is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Peer:
-    """Pieces for one decode node, first come first served."""
+    """Pieces for one decode node, in FIFO order."""
 
     endpoint: str
     session: int = 0
     queue: deque[_Waiting] = field(default_factory=deque)
     busy: bool = False
     moved_at: float = 0.0
-    """When a piece was read last."""
+    """Time of the last read."""
     last_at: float = 0.0
 
 
@@ -58,12 +58,12 @@ class _Write:
     values: list[list[int]]
     breaks: int
     done: bool = False
-    """The sender knows what became of it."""
+    """Confirmed or timed out at the sender."""
 
 
 @dataclass(slots=True)
 class KvSender:
-    """A prefill node's end."""
+    """Sending end of one prefill node."""
 
     network: KvNetwork
     host: str
@@ -71,9 +71,9 @@ class KvSender:
     store: KvStore
     post: Callable[[Event], None]
     wake: Callable[..., None]
-    """Does something when the process is awake."""
+    """Runs a callback when the process is awake."""
     is_held: Callable[[int], bool]
-    """Whether a block is held: only held blocks may be read."""
+    """Whether a block is allocated: only such blocks may be read."""
     writes: SlotWrites = field(default_factory=SlotWrites)
     _peers: dict[Incarnation, _Peer] = field(default_factory=dict)
     _stopping: set[TransferKey] = field(default_factory=set)
@@ -83,39 +83,38 @@ class KvSender:
         self._peers.setdefault(peer, _Peer(endpoint))
 
     def close(self, peer: Incarnation) -> None:
-        """Read nothing more for this incarnation."""
+        """Stop reading for this incarnation."""
         known = self._peers.pop(peer, None)
         for waiting in known.queue if known is not None else ():
             self._stopped(waiting.piece.key)
 
     def send(self, peer: Incarnation, piece: Piece, table: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        """Queue a piece; its blocks are read later."""
+        """Queue a piece; its blocks are read when it reaches the head of the queue."""
         known = self._peers.get(peer)
         if known is None:
             self.network.loop.after(0.0, self.post, KvSendFailed(piece.key, "no KV session"))
             return
         known.queue.append(_Waiting(piece, table, slots, self.network.loop.now()))
-        self._continue(peer)
+        self._read_next(peer)
 
     def stop(self, key: TransferKey) -> None:
-        """Read nothing more for this key, and say so when that is sure: a read or a write under way cannot be
-        stopped."""
+        """Stop reading for this key. PiecesStopped follows when no read or write of it is in progress any more."""
         self.writes.stop(key)
-        under_way = self.writes.is_writing(key)
+        in_progress = self.writes.is_writing(key)
         for known in self._peers.values():
             keep = 1 if known.busy and known.queue and known.queue[0].piece.key == key else 0
-            under_way = under_way or keep > 0
+            in_progress = in_progress or keep > 0
             known.queue = deque(
                 waiting for place, waiting in enumerate(known.queue) if place < keep or waiting.piece.key != key
             )
-        if under_way:
+        if in_progress:
             self._stopping.add(key)
         else:
             self.network.loop.after(0.0002, self.post, PiecesStopped(key))
 
     # -- the head of a queue
 
-    def _continue(self, peer: Incarnation) -> None:
+    def _read_next(self, peer: Incarnation) -> None:
         known = self._peers.get(peer)
         if known is None or known.busy or not known.queue:
             return
@@ -157,13 +156,13 @@ class KvSender:
         elif key not in self._stopping:
             self._begin_write(receiver, msgspec.structs.replace(waiting.piece, slot=slot), waiting.table, values)
         self._stopped(key)
-        self._continue(peer)
+        self._read_next(peer)
 
     def _check_held(self, piece: Piece, table: tuple[int, ...]) -> None:
         size = self.store.block_size
         for block in table[piece.token_start // size : -(-piece.token_end // size)]:
             if not self.is_held(block):
-                raise KvMismatchError(f"{self.host}: piece {piece.number} is read from block {block}, which is free")
+                raise KvMismatchError(f"{self.host}: piece {piece.number} is read from the free block {block}")
 
     def _stopped(self, key: TransferKey) -> None:
         queued = any(waiting.piece.key == key for known in self._peers.values() for waiting in known.queue)
@@ -175,7 +174,7 @@ class KvSender:
         loop = self.network.loop
         if known.queue[0].piece.key in self._stopping:
             self._stopped(known.queue.popleft().piece.key)
-            self._continue(peer)
+            self._read_next(peer)
         elif loop.now() - max(known.queue[0].since, known.moved_at) < SEND_TIMEOUT_S:
             known.busy = True
             loop.after(retry_s, self.wake, self._read, peer)
@@ -201,7 +200,7 @@ class KvSender:
             receiver.arrive(piece, values, self.network.is_damaged(piece), lambda: self._credit(receiver, piece))
 
     def _credit(self, receiver: KvReceiver, piece: Piece) -> None:
-        """The receiver sends a Credit back."""
+        """Send the Credit of the receiver."""
         breaks = self.network.num_breaks(self.host, receiver.host)
         self.network.loop.after(self.network.delay_s(), self._credit_lands, receiver, piece, breaks)
 
@@ -220,7 +219,7 @@ class KvSender:
         loop.after(SEND_TIMEOUT_S, self.wake, self._time_out, write)
 
     def _write_lands(self, write: _Write) -> None:
-        """Whether or not the sender lives: it has posted the write, and its network does it."""
+        """Land a posted write, even when its sender has ended meanwhile."""
         if self.network.is_lost(self.host, write.receiver.host, write.breaks):
             return
         self.network.num_writes += 1

@@ -1,7 +1,7 @@
-"""A decode node's end of the simulated KV transport: what pieces are expected, and memory that others write into.
+"""Receiving end of the simulated KV transport, at a decode node: the expected pieces, and staging slots.
 
-Writes of a one-sided transport land in staging slots whatever this process does, and late; that none lands in a slot in
-use by another hand-over is checked here, where a real machine would corrupt it without a word.
+One-sided writes land in staging slots at any time, whatever this process does. A write into a slot in use by another
+hand-over raises KvMismatchError here; on a real machine it would silently corrupt that hand-over.
 """
 
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from kvferry.ops.simulate.clock import EventLoop
 from kvferry.ops.simulate.kv_store import KvMismatchError, KvStore
 
 BELOW = "a piece for a position below"
-"""Why a piece is bad that would be written into KV which was there before the grant."""
+"""Reason of PieceBad: the piece would overwrite KV that was in the cache before the grant."""
 OTHER_SLOT = "a piece in staging slot"
-"""Why a piece is bad that names a slot which the grant has not."""
+"""Reason of PieceBad: the piece names a slot outside its grant."""
 COPY_S = 0.002
-"""From a staging slot into blocks."""
+"""Copy from a staging slot into blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Where pieces of one key may be written."""
+    """Blocks and slots that pieces of one key may be written to."""
 
     table: tuple[int, ...]
     first_token: int
@@ -32,7 +32,7 @@ class Expected:
 
 @dataclass(slots=True)
 class KvReceiver:
-    """A decode node's end."""
+    """Receiving end of one decode node."""
 
     loop: EventLoop
     host: str
@@ -41,43 +41,43 @@ class KvReceiver:
     post: Callable[[Event], None]
     expected: dict[TransferKey, Expected] = field(default_factory=dict)
     staging: dict[int, list[list[int]]] = field(default_factory=dict)
-    """Slot -> what was written into it last."""
+    """Slot -> the values written into it last."""
     num_dropped: int = 0
     _sessions: dict[Incarnation, int] = field(default_factory=dict)
 
     def expect(self, key: TransferKey, table: tuple[int, ...], first_token: int, slots: tuple[int, ...]) -> None:
-        """Pieces of this key may be written into these blocks from this position on, and may name these slots."""
+        """Accept pieces of this key into these blocks, from this position on, out of these slots."""
         self.expected[key] = Expected(table, first_token, slots)
 
     def forget(self, key: TransferKey) -> None:
-        """Nothing more is written for this key."""
+        """Drop pieces of this key from now on."""
         self.expected.pop(key, None)
 
     # -- one-sided
 
     def session(self, peer: Incarnation) -> int:
-        """Which session with this incarnation is open: the number of those that were closed."""
+        """Number of the open session with this incarnation: the count of closed ones."""
         return self._sessions.get(peer, 0)
 
     def close_session(self, peer: Incarnation) -> None:
-        """Writes of this incarnation that begin from now on are refused; those in progress land."""
+        """Refuse writes of this incarnation that start from now on; writes in flight still land."""
         self._sessions[peer] = self.session(peer) + 1
         self.post(SessionClosed(peer))
 
     def write_slot(self, piece: Piece, values: list[list[int]]) -> None:
-        """A write lands."""
+        """Land a one-sided write. Raises KvMismatchError when another hand-over uses the slot."""
         assert piece.slot is not None
         for key, expected in self.expected.items():
             if piece.slot in expected.slots and key != piece.key:
                 raise KvMismatchError(
-                    f"{self.host}: a late write lands in staging slot {piece.slot}, in use by another"
+                    f"{self.host}: a late write lands in staging slot {piece.slot}, in use by another hand-over"
                 )
         self.staging[piece.slot] = values
 
     # -- messages
 
     def arrive(self, piece: Piece, values: list[list[int]], damaged: bool, credit: Callable[[], None]) -> None:
-        """A Piece came: with its bytes, or naming the slot that they are to be copied from."""
+        """Receive a Piece, with its bytes or with the slot to copy them from."""
         if piece.slot is None:
             self._take(piece, values, damaged)
         else:
@@ -93,7 +93,7 @@ class KvReceiver:
         credit()
 
     def _take(self, piece: Piece, values: list[list[int]], damaged: bool) -> None:
-        """Check and write a piece; one of a key that is not expected touches nothing."""
+        """Check a piece and write it; drop it when its key is not expected."""
         expected = self.expected.get(piece.key)
         if expected is None:
             self.num_dropped += 1

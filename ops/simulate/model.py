@@ -1,6 +1,6 @@
-"""The simulated model: which token follows which, and what the KV cache of a position must hold. Pure functions.
+"""The simulated model: the next token, and the KV cache content of a position. Pure functions.
 
-Everything depends on all ids so far, so whatever is computed from a wrong or stale cache cannot look right.
+Both depend on all token ids so far, so a result computed from a wrong or stale cache is always detected.
 """
 
 from array import array
@@ -16,12 +16,12 @@ USUAL_WEIGHTS, USUAL_DTYPE = "sim", "sim"
 
 
 def extend(parent: int, token_id: int) -> int:
-    """Digest of a prefix from that of all but its last id."""
+    """Return the digest of a prefix, given the digest of all ids but the last."""
     return (parent * 0x9E3779B97F4A7C15 + token_id * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & MASK
 
 
 def digests(token_ids: Iterable[int], parent: int = 0) -> list[int]:
-    """For each position the digest of the ids up to and including it."""
+    """Return, for each position, the digest of the ids up to and including it."""
     out: list[int] = []
     for token_id in token_ids:
         parent = extend(parent, token_id)
@@ -30,24 +30,24 @@ def digests(token_ids: Iterable[int], parent: int = 0) -> list[int]:
 
 
 def content(digest: int, layer: int) -> int:
-    """What a layer's cache holds at a position with this digest. Never zero: that is memory that was never written."""
+    """Return the cache content of a layer at a position with this digest. Never zero, which is memory never written."""
     return (digest ^ (layer + 1) * 0x2545F4914F6CDD1D) | 1
 
 
 def weights_number(weights: str, dtype: str) -> int:
-    """What the tokens depend on besides; 0 for the usual weights."""
+    """Return a number that tokens depend on besides ids, seed and position; 0 for the usual weights."""
     return 0 if (weights, dtype) == (USUAL_WEIGHTS, USUAL_DTYPE) else crc32(f"{weights} {dtype}".encode())
 
 
 def draw(digest: int, seed: int, position: int, weights: int = 0) -> int:
-    """The token at `position` (an absolute one) after a prefix with this digest."""
+    """Sample the token at absolute `position` after a prefix with this digest."""
     mixed = (digest ^ weights ^ seed * 0xBF58476D1CE4E5B9 ^ position * 0x94D049BB133111EB) & MASK
     mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & MASK
     return (mixed ^ mixed >> 32) % VOCAB_SIZE
 
 
 def undisturbed(prompt_token_ids: "array[int]", sampling: SamplingParams, weights: int = 0) -> tuple[int, ...]:
-    """All output ids of a request when nothing happens to it."""
+    """Return all output ids of a request without any fault."""
     digest = 0
     for token_id in prompt_token_ids:
         digest = extend(digest, token_id)

@@ -1,10 +1,12 @@
 """The simulated control network: connections between processes, with delay, cuts, blips, refusal. Pure and seeded.
 
-Its rules (those of ZeroMQ over TCP): in order within a connection; a connection that breaks loses some of the messages
-in transit, and those that survive may be overtaken by messages sent after the reconnection; a cut holds messages back,
-and breaks the connection when it lasts longer than the heartbeat; a process that ends closes its connections; an
-address without a listener refuses; a message for a peer without a connection goes nowhere at a node, and waits in the
-outbox at a client.
+Guarantees, as of ZeroMQ over TCP:
+- Messages of one connection arrive in order.
+- A connection that breaks loses some of the messages in flight; messages sent after the reconnection may overtake the
+  survivors.
+- A cut holds messages back, and breaks the connection when it outlasts the link timeout.
+- A process that ends closes its connections. An address without a listener refuses connections.
+- Without a connection, a node drops its message for a client and a client keeps its message in the outbox.
 """
 
 import random
@@ -16,73 +18,73 @@ from kvferry.common.cluster.events import LinkClosed, LinkConnected, ProbeAnswer
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Envelope
 from kvferry.ops.simulate.clock import EventLoop
-from kvferry.ops.simulate.connection import Connection, Direction, Flight, NetworkPeer
+from kvferry.ops.simulate.connection import Connection, Direction, Endpoint, Flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """Seconds that a message is in transit: `base_s` plus up to `jitter_s`; sometimes much longer."""
+    """Seconds that a message is in flight: `base_s` plus up to `jitter_s`; sometimes much longer."""
 
     base_s: float = 0.0005
     jitter_s: float = 0.001
     slow_share: float = 0.0
     slow_s: float = 0.0
-    """Up to this long, for `slow_share` of the messages."""
+    """Upper bound of the extra delay of `slow_share` of the messages."""
 
 
 @dataclass(slots=True)
 class Network:
-    """All control connections. Hosts are the names of processes: they outlive restarts."""
+    """All control connections. A host is the name of a process and stays the same over restarts."""
 
     loop: EventLoop
     rng: random.Random
     timers: Timers
     delays: Delays = field(default_factory=Delays)
-    listeners: dict[str, NetworkPeer] = field(default_factory=dict)
+    listeners: dict[str, Endpoint] = field(default_factory=dict)
     slow_hosts: dict[str, float] = field(default_factory=dict)
     """Host -> extra seconds for each message from or to it."""
     _cuts: dict[tuple[str, str], float] = field(default_factory=dict)
-    """(from, to) -> when it heals."""
+    """(from, to) -> time at which the cut heals."""
     _links: dict[tuple[Incarnation, str], Connection] = field(default_factory=dict)
     _served: dict[Incarnation, dict[Incarnation, Connection]] = field(default_factory=dict)
-    """Listener -> client -> connection, while it stands."""
-    on_message: Callable[[NetworkPeer, NetworkPeer, Envelope], None] | None = None
-    """A look at every delivery, for tests."""
+    """Listener -> client -> its present connection."""
+    on_message: Callable[[Endpoint, Endpoint, Envelope], None] | None = None
+    """Called with sender, receiver and envelope before every delivery; for tests."""
     num_lost: int = 0
-    """Messages in transit when their connection broke, and lost."""
+    """Messages in flight when their connection broke, and lost."""
     num_late: int = 0
-    """Messages in transit when their connection broke, and delivered on their own."""
+    """Messages in flight when their connection broke, and delivered later."""
     num_held: int = 0
-    """Messages that waited for a cut to heal, or were lost with it."""
+    """Messages that waited for a cut to heal or were lost with it."""
 
-    # -- what processes do
+    # -- calls of processes
 
-    def listen(self, process: NetworkPeer) -> None:
-        """From now on it accepts connections at its address."""
+    def listen(self, process: Endpoint) -> None:
+        """Accept connections at the address of this process."""
         self.listeners[process.address] = process
         self._served[process.incarnation] = {}
 
-    def open_link(self, client: NetworkPeer, address: str) -> None:
-        """A client socket; it connects when it can, and again after every break."""
+    def open_link(self, client: Endpoint, address: str) -> None:
+        """Open a client socket; it connects when possible, and again after every break."""
         connection = Connection(client, address, retry_s=self.timers.reconnect_min_s)
         self._links[client.incarnation, address] = connection
         self.loop.after(self._delay(client.host, ""), self._try_connect, connection)
 
-    def close_link(self, client: NetworkPeer, address: str) -> None:
-        """The client closes its socket: waiting messages are dropped."""
+    def close_link(self, client: Endpoint, address: str) -> None:
+        """Close a client socket; waiting messages are dropped."""
         connection = self._links.pop((client.incarnation, address), None)
         if connection is not None:
             connection.closed = True
             self._break(connection, share_lost=1.0, notify=False)
 
-    def reset_link(self, client: NetworkPeer, address: str) -> None:
-        """Messages that wait for the incarnation at the other end are dropped."""
+    def reset_link(self, client: Endpoint, address: str) -> None:
+        """Drop the messages that wait for the incarnation at the other end."""
         connection = self._links.get((client.incarnation, address))
         if connection is not None:
             connection.outbox.clear()
 
-    def send_on_link(self, client: NetworkPeer, address: str, envelope: Envelope) -> None:
-        """Client -> the process connected there; waits while there is none."""
+    def send_on_link(self, client: Endpoint, address: str, envelope: Envelope) -> None:
+        """Send from a client to the listener of its link; the message waits while the link is down."""
         connection = self._links.get((client.incarnation, address))
         if connection is None:
             return
@@ -91,18 +93,18 @@ class Network:
             return
         self._send(connection, connection.to_server, envelope)
 
-    def is_served(self, server: NetworkPeer, peer: Incarnation) -> bool:
-        """Whether this peer is connected to the node's own socket."""
+    def is_served(self, server: Endpoint, peer: Incarnation) -> bool:
+        """Whether this peer is connected to the socket of this node."""
         return peer in self._served.get(server.incarnation, ())
 
-    def send_to_peer(self, server: NetworkPeer, peer: Incarnation, envelope: Envelope) -> None:
-        """Node -> client; dropped when it is not connected."""
+    def send_to_peer(self, server: Endpoint, peer: Incarnation, envelope: Envelope) -> None:
+        """Send from a node to a client; dropped when the client is not connected."""
         connection = self._served.get(server.incarnation, {}).get(peer)
         if connection is not None:
             self._send(connection, connection.to_client, envelope)
 
-    def probe(self, client: NetworkPeer, address: str) -> None:
-        """A bare connection attempt."""
+    def probe(self, client: Endpoint, address: str) -> None:
+        """Try a bare connection; the client receives ProbeAnswered."""
         listener = self.listeners.get(address)
         host = address if listener is None else listener.host
         if self.is_cut(client.host, host) or self.is_cut(host, client.host):
@@ -113,8 +115,8 @@ class Network:
 
     # -- faults
 
-    def process_ended(self, process: NetworkPeer) -> None:
-        """The operating system closes all its sockets."""
+    def process_ended(self, process: Endpoint) -> None:
+        """Close all sockets of an ended process, as the operating system does."""
         if self.listeners.get(process.address) is process:
             del self.listeners[process.address]
         for connection in list(self._served.pop(process.incarnation, {}).values()):
@@ -124,21 +126,20 @@ class Network:
             connection.closed = True
             self._break(connection, share_lost=self.rng.random(), notify=False)
 
-    def process_froze(self, process: NetworkPeer) -> None:
-        """Its heartbeats stop: after a while its connections break."""
+    def process_froze(self, process: Endpoint) -> None:
+        """Break the connections of a frozen process after the link timeout, unless it thaws before."""
         self.loop.after(self.timers.link_timeout_s, self._still_frozen, process)
 
     def blip(self, host_a: str, host_b: str) -> None:
-        """The connections between two hosts break, and can be made again immediately."""
+        """Break the connections between two hosts; they can be made again immediately."""
         for connection in self._between(host_a, host_b):
             self._break(connection, share_lost=0.5, notify=True)
 
     def speed_up(self, host: str) -> None:
-        """The host is no longer slow."""
         self.slow_hosts.pop(host, None)
 
     def cut(self, from_host: str, to_host: str, duration_s: float) -> None:
-        """One way of all connections between two hosts carries nothing for this long."""
+        """Block one direction of all connections between two hosts for this long."""
         now = self.loop.now()
         if self._cuts.get((from_host, to_host), 0.0) > now + duration_s:
             return
@@ -154,7 +155,7 @@ class Network:
         return [c for c in self._links.values() if c.server is not None and {c.client.host, c.server.host} == pair]
 
     def is_cut(self, from_host: str, to_host: str) -> bool:
-        """Whether nothing passes this way now."""
+        """Whether this direction is cut now."""
         return self._cuts.get((from_host, to_host), 0.0) > self.loop.now()
 
     def _delay(self, from_host: str, to_host: str) -> float:
@@ -187,7 +188,7 @@ class Network:
         self._served[listener.incarnation][client.incarnation] = connection
         client.post(LinkConnected(connection.address))
         if connection.server is not listener:
-            return  # that event ended it
+            return  # the client ended while it handled the event
         waiting, connection.outbox = connection.outbox, []
         for envelope in waiting:
             self._send(connection, connection.to_server, envelope)
@@ -201,18 +202,18 @@ class Network:
         delay = self._delay(connection.client.host, connection.server.host)
         at = max(self.loop.now() + delay, direction.last_at)
         direction.last_at = at
-        flight = Flight(envelope, connection.epoch)
-        direction.flying.append(flight)
+        flight = Flight(envelope)
+        direction.in_flight.append(flight)
         self.loop.at(at, self._arrive, connection, direction, flight)
 
     def _arrive(self, connection: Connection, direction: Direction, flight: Flight) -> None:
-        if not direction.flying or direction.flying[0] is not flight:
+        if not direction.in_flight or direction.in_flight[0] is not flight:
             return  # the connection broke meanwhile
-        direction.flying.popleft()
+        direction.in_flight.popleft()
         assert connection.server is not None
         self._deliver(connection, direction is connection.to_server, connection.server, flight.envelope)
 
-    def _deliver(self, connection: Connection, to_server: bool, server: NetworkPeer, envelope: Envelope) -> None:
+    def _deliver(self, connection: Connection, to_server: bool, server: Endpoint, envelope: Envelope) -> None:
         to, origin = (server, connection.client) if to_server else (connection.client, server)
         if not to.alive or (not to_server and connection.closed):
             return
@@ -230,13 +231,13 @@ class Network:
         if served is not None:
             served.pop(connection.client.incarnation, None)
         for direction, to_server in ((connection.to_server, True), (connection.to_client, False)):
-            num_flying = len(direction.flying)
-            survivors = [flight.envelope for flight in direction.flying if self.rng.random() >= share_lost]
-            direction.flying.clear()
+            num_in_flight = len(direction.in_flight)
+            survivors = [flight.envelope for flight in direction.in_flight if self.rng.random() >= share_lost]
+            direction.in_flight.clear()
             direction.held = None
             self.num_late += len(survivors)
-            self.num_lost += num_flying - len(survivors)
-            for envelope in survivors:  # in any order, and after what comes over the next connection
+            self.num_lost += num_in_flight - len(survivors)
+            for envelope in survivors:  # in any order, possibly after messages of the next connection
                 self.loop.after(0.9 * self.rng.random(), self._deliver, connection, to_server, server, envelope)
         if notify and connection.client.alive:
             self.loop.after(self._delay(server.host, connection.client.host), self._notify_closed, connection)
@@ -247,15 +248,15 @@ class Network:
         if not connection.closed and not connection.up:
             connection.client.post(LinkClosed(connection.address))
 
-    def _still_frozen(self, process: NetworkPeer) -> None:
+    def _still_frozen(self, process: Endpoint) -> None:
         if not process.alive or not process.frozen:
             return
-        mine = [c for key, c in self._links.items() if key[0] == process.incarnation]
-        for connection in [*self._served.get(process.incarnation, {}).values(), *mine]:
+        opened = [c for key, c in self._links.items() if key[0] == process.incarnation]
+        for connection in [*self._served.get(process.incarnation, {}).values(), *opened]:
             self._break(connection, share_lost=self.rng.random(), notify=True)
 
     def _hold(self, connection: Connection) -> None:
-        """Ways that are cut hold what is sent from now on."""
+        """Hold the messages that are sent from now on in a direction that is cut."""
         assert connection.server is not None
         client, server = connection.client.host, connection.server.host
         for direction, cut in (
@@ -266,9 +267,9 @@ class Network:
                 direction.held = []
                 self.loop.after(self.timers.link_timeout_s, self._time_out, connection, connection.epoch)
 
-    def _time_out(self, connection: Connection, life: int) -> None:
-        """The cut outlasted the heartbeat."""
-        if connection.epoch != life or connection.server is None:
+    def _time_out(self, connection: Connection, epoch: int) -> None:
+        """Break the connection when the cut outlasted the link timeout."""
+        if connection.epoch != epoch or connection.server is None:
             return
         client, server = connection.client.host, connection.server.host
         if self.is_cut(client, server) or self.is_cut(server, client):

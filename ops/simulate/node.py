@@ -1,8 +1,8 @@
-"""A node of the simulated world: the real cores, and a simulated engine, cache and KV transport. No decisions."""
+"""A node of the simulated world: the real cores with a simulated engine, cache and KV transport. Decides nothing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvferry.common.base.errors import InvariantError
 from kvferry.common.base.ids import Incarnation
 from kvferry.common.cluster.actions import (
     Action,
@@ -46,7 +46,7 @@ STAGING_HOST = "sim-staging://"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSpec:
-    """What a node is; the same over all its lives."""
+    """Configuration of a node, the same for all its incarnations."""
 
     name: str
     roles: tuple[RoleName, ...]
@@ -66,29 +66,30 @@ class NodeSpec:
     check_kv: bool = True
     tick_s: float = 0.1
     staging_slots: int = 0
-    """Slots that one-sided writes land in; none: everything goes in messages."""
+    """Number of slots for one-sided writes; 0: all pieces are sent in messages."""
     poisoned: frozenset[int] = frozenset()
+    """See SimEngine."""
     killers: frozenset[int] = frozenset()
-    """See SimEngine; on nodes that decode."""
+    """See SimEngine; takes effect on decode nodes only."""
 
     @property
     def address(self) -> str:
-        """Its control endpoint."""
+        """Control endpoint."""
         return f"sim://{self.name}"
 
     @property
     def kv_address(self) -> str:
-        """Its KV endpoint."""
+        """KV endpoint."""
         return f"sim-kv://{self.name}"
 
     @property
     def weights_number(self) -> int:
-        """What its tokens depend on besides ids, seed and position."""
+        """The number that its tokens depend on in addition to ids, seed and position."""
         return weights_number(self.weights, self.kv_dtype)
 
     @property
     def compatibility(self) -> Compatibility:
-        """What two nodes must agree on."""
+        """The fields in which two nodes must agree."""
         return Compatibility(
             protocol_version=PROTOCOL_VERSION,
             model=self.weights,
@@ -100,7 +101,7 @@ class NodeSpec:
 
     @property
     def model(self) -> ModelInfo:
-        """What it serves."""
+        """The model that it serves."""
         return ModelInfo(
             name=self.model_name,
             vocab_size=VOCAB_SIZE,
@@ -111,10 +112,12 @@ class NodeSpec:
 
 
 class SimNode(Process):
-    """One life of a node."""
+    """One incarnation of a node."""
 
-    def __init__(self, loop: EventLoop, network: Network, kv: KvNetwork, spec: NodeSpec, life: Incarnation) -> None:
-        super().__init__(loop, network, spec.name, life, spec.address, spec.tick_s)
+    def __init__(
+        self, loop: EventLoop, network: Network, kv: KvNetwork, spec: NodeSpec, incarnation: Incarnation
+    ) -> None:
+        super().__init__(loop, network, spec.name, incarnation, spec.address, spec.tick_s)
         self.spec = spec
         self.exit_reason = ""
         self._wedged = False
@@ -127,14 +130,14 @@ class SimNode(Process):
         if "decode" in spec.roles:
             self.engine.killers, self.engine.on_kill = spec.killers, self._killed
         self.killed_by: int | None = None
-        """The seed of the request that ended it."""
+        """Seed of the request that crashed it."""
         self.pool = BlockPool(spec.num_blocks, spec.block_size, MODEL_NAME)
         self.kv_sender = KvSender(kv, spec.name, spec.costs, self.store, self.post, self.when_awake, self.pool.is_held)
-        self.kv_receiver = KvReceiver(loop, spec.name, life, self.store, self.post)
+        self.kv_receiver = KvReceiver(loop, spec.name, incarnation, self.store, self.post)
         self._kv = kv
         self.scheduler = Scheduler(spec.scheduler, self.pool, HostPool(spec.num_host_blocks))
         identity = NodeIdentity(
-            life,
+            incarnation,
             spec.name,
             spec.model,
             spec.compatibility,
@@ -143,21 +146,6 @@ class SimNode(Process):
             (f"{STAGING_HOST}{spec.name}",) if "decode" in spec.roles and spec.staging_slots else (),
         )
         self.core = make_node_core(identity, self._context(), roles_maker(spec.roles))
-        self._performers: dict[type, Callable[..., None]] = {
-            RunStep: lambda action: self.engine.run(action.plan),
-            SendPiece: lambda action: self.kv_sender.send(
-                action.piece.key.decode, action.piece, action.block_table, action.slots
-            ),
-            StopPieces: lambda action: self.kv_sender.stop(action.key),
-            OpenKv: lambda action: self.kv_sender.open(action.peer, *action.endpoints),
-            CloseKv: lambda action: self.kv_sender.close(action.peer),
-            ExpectPieces: lambda action: self.kv_receiver.expect(
-                action.key, action.block_table, action.first_token, action.slots
-            ),
-            ForgetPieces: lambda action: self.kv_receiver.forget(action.key),
-            CloseSession: lambda action: self.kv_receiver.close_session(action.peer),
-            ExitProcess: lambda action: self.end(action.reason),
-        }
         network.listen(self)
         if "decode" in spec.roles:
             kv.receivers[spec.kv_address] = self.kv_receiver
@@ -185,10 +173,30 @@ class SimNode(Process):
 
     def perform_own(self, action: object) -> None:
         """See Process."""
-        self._performers[type(action)](action)
+        match action:
+            case RunStep(batch):
+                self.engine.run(batch)
+            case SendPiece(piece, block_table, slots):
+                self.kv_sender.send(piece.key.decode, piece, block_table, slots)
+            case StopPieces(key):
+                self.kv_sender.stop(key)
+            case OpenKv(peer, endpoints):
+                self.kv_sender.open(peer, *endpoints)
+            case CloseKv(peer):
+                self.kv_sender.close(peer)
+            case ExpectPieces():
+                self.kv_receiver.expect(action.key, action.block_table, action.first_token, action.slots)
+            case ForgetPieces(key):
+                self.kv_receiver.forget(key)
+            case CloseSession(peer):
+                self.kv_receiver.close_session(peer)
+            case ExitProcess(reason):
+                self.end(reason)
+            case _:
+                raise InvariantError(f"node {self.host} received an unknown action: {action!r}")
 
     def check_invariants(self) -> None:
-        """See Process; and the transport expects pieces of reservations only."""
+        """See Process."""
         self.core.check_invariants()
 
     def drain(self) -> None:
@@ -209,7 +217,7 @@ class SimNode(Process):
         self.end("killed by a request")
 
     def freeze(self) -> None:
-        """See Process; the engine stands still too."""
+        """See Process; stops the engine too."""
         super().freeze()
         self.engine.stop()
 
@@ -220,6 +228,6 @@ class SimNode(Process):
         super().thaw()
 
     def wedge(self) -> None:
-        """The engine makes no more steps; everything else continues."""
+        """Stop the engine for good; the rest of the process continues."""
         self._wedged = True
         self.engine.stop()

@@ -1,6 +1,6 @@
-"""One incarnation of a process in the simulated world: passes events to its core and performs the core's actions.
+"""One incarnation of a simulated process: passes events to its core and performs the actions that the core returns.
 
-Keeps the order of a real shell: one event at a time, actions in order, the inbox before the tick.
+Keeps the order of a real shell: one event at a time, actions in order, the inbox before the tick. Decides nothing.
 """
 
 import random
@@ -16,7 +16,7 @@ from kvferry.ops.simulate.network import Network
 
 
 class Process(ABC):
-    """What routers and nodes have in common. `host` is its name, and outlives it."""
+    """Common part of router workers and nodes. `host` is its name; a later incarnation has the same."""
 
     def __init__(
         self, loop: EventLoop, network: Network, host: str, incarnation: Incarnation, address: str, tick_s: float
@@ -32,34 +32,34 @@ class Process(ABC):
         self.stalled = False
         self.awake_since = loop.now()
         self.crash_after_actions = -1
-        """Dies instead of performing the action with this number, counted from now; -1: never."""
+        """Crash instead of performing the action with this number, counted from now; -1: never."""
         self.on_end: Callable[[Process, str], None] | None = None
         self.num_events = 0
         self.check_every = 0
-        """Check the core's invariants after each n-th event; 0: never."""
+        """Check the core's invariants after every n-th event; 0: never."""
         self.trace: Callable[[Process, object], None] | None = None
         self._bound: dict[Incarnation, str] = {}
         self._inbox: list[tuple[Callable[..., None], tuple[object, ...]]] = []
 
     def start(self, rng: random.Random) -> None:
-        """Begin to tick."""
+        """Start the tick, at a random phase."""
         self.loop.after(self.tick_s * rng.random(), self._tick)
 
     # -- events
 
     def post(self, event: Event) -> None:
-        """Deliver an event: now, or when the process wakes."""
+        """Handle an event now, or after waking up."""
         if self.asleep:
             self._inbox.append((self._handle, (event,)))
         elif self.alive:
             self._handle(event)
 
-    def when_awake(self, call: Callable[..., None], *arguments: object) -> None:
-        """Call this now, or when the process wakes."""
+    def when_awake(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Run a callback of this process now, or after waking up."""
         if self.asleep:
-            self._inbox.append((call, arguments))
+            self._inbox.append((callback, arguments))
         elif self.alive:
-            call(*arguments)
+            callback(*arguments)
 
     def _tick(self) -> None:
         if not self.alive:
@@ -80,18 +80,18 @@ class Process(ABC):
 
     @abstractmethod
     def react(self, event: Event, now: float) -> Sequence[object]:
-        """The core's actions for an event."""
+        """Pass the event to the core; return its actions."""
 
     @abstractmethod
     def perform_own(self, action: object) -> None:
-        """Perform an action that only this kind of process has. Raises KeyError for one that it does not have."""
+        """Perform an action that only this kind of process knows; raise InvariantError on any other."""
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raises InvariantError if the core's tables disagree."""
+        """Check the invariants of the core."""
 
     def perform(self, actions: Sequence[object]) -> None:
-        """Perform actions in order, up to an injected crash."""
+        """Perform actions in order, up to a crash among them."""
         for action in actions:
             if not self.alive:
                 return
@@ -126,8 +126,10 @@ class Process(ABC):
                 self.perform_own(action)
 
     def _send(self, peer: Incarnation, message: Message) -> None:
-        """Send over the link that fits the message: a peer may be known both as client and as node. A message to a peer
-        without a connection is dropped."""
+        """Send to a node or to a client. The message type decides: of two processes with both roles each is both.
+
+        A message to a peer that is not connected is dropped.
+        """
         envelope = Envelope(self.incarnation, peer, message)
         address = self._bound.get(peer)
         if address is not None and isinstance(message, CLIENT_SPEAKS):
@@ -138,7 +140,7 @@ class Process(ABC):
     # -- faults
 
     def end(self, why: str) -> None:
-        """End the process: it processes nothing more."""
+        """End the process: it handles no event and performs no action from now on."""
         if not self.alive:
             return
         self.alive = False
@@ -154,28 +156,28 @@ class Process(ABC):
             self.network.process_froze(self)
 
     def thaw(self) -> None:
-        """SIGCONT: events that arrived meanwhile are read before the late tick."""
+        """SIGCONT: events that arrived meanwhile are handled before the late tick."""
         if self.alive and self.frozen:
             self.frozen = False
             self._wake()
 
     def stall(self) -> None:
-        """Block its control thread; its sockets and its engine continue."""
+        """Block the thread of messages and ticks; sockets and engine keep running."""
         self.stalled = self.alive
 
     def end_stall(self) -> None:
-        """Events that arrived meanwhile are read before the late tick."""
+        """Unblock: events that arrived meanwhile are handled before the late tick."""
         if self.alive and self.stalled:
             self.stalled = False
             self._wake()
 
     @property
     def asleep(self) -> bool:
-        """It reads no events now, frozen or stalled."""
+        """Frozen or stalled: handles no events now."""
         return self.frozen or self.stalled
 
     def awake_for(self, seconds: float) -> bool:
-        """Whether it has been alive and awake for at least this long."""
+        """Whether it is alive and has handled its events for at least this long."""
         return self.alive and not self.asleep and self.loop.now() - self.awake_since >= seconds
 
     def _wake(self) -> None:
@@ -183,5 +185,5 @@ class Process(ABC):
             return
         self.awake_since = self.loop.now()
         inbox, self._inbox = self._inbox, []
-        for call, arguments in inbox:
-            call(*arguments)
+        for callback, arguments in inbox:
+            callback(*arguments)

@@ -1,10 +1,10 @@
-"""A router worker of the simulated world, and the clients in front of it. The real router core; makes no decisions."""
+"""A router worker of the simulated world, with the real router core, and its clients. Decides nothing."""
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.common.base.errors import KvferryError
+from kvferry.common.base.errors import InvariantError, KvferryError
 from kvferry.common.base.ids import Incarnation, RequestId
 from kvferry.common.cluster.events import Event
 from kvferry.common.config.protocol import Limits, Timers
@@ -18,7 +18,7 @@ from kvferry.router.core.router_core import RouterCore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a router worker is; the same over all its lives."""
+    """Configuration of a router worker, the same for all its incarnations."""
 
     name: str
     timers: Timers = field(default_factory=Timers)
@@ -28,7 +28,7 @@ class WorkerSpec:
 
 @dataclass(slots=True)
 class SimulatedStream:
-    """What one client saw."""
+    """The stream of one request as its client sees it."""
 
     request: GenerateRequest
     sent_at: float
@@ -40,36 +40,36 @@ class SimulatedStream:
 
     @property
     def end(self) -> EndEvent | None:
-        """The last thing it saw, if that was the end."""
+        """The last event if it is an end."""
         last = self.events[-1][1] if self.events else None
         return last if isinstance(last, EndEvent) else None
 
     @property
     def over(self) -> bool:
-        """Nothing more can come: ended, refused, left, or the connection broke with the worker."""
+        """No event can follow: ended, refused, or the worker has ended."""
         return self.end is not None or self.refused is not None or not self.worker.alive
 
 
 class SimWorker(Process):
-    """One life of a router worker."""
+    """One incarnation of a router worker."""
 
     def __init__(
-        self, loop: EventLoop, network: Network, spec: WorkerSpec, life: Incarnation, rng: random.Random
+        self, loop: EventLoop, network: Network, spec: WorkerSpec, incarnation: Incarnation, rng: random.Random
     ) -> None:
-        super().__init__(loop, network, spec.name, life, f"sim://{spec.name}", spec.tick_s)
+        super().__init__(loop, network, spec.name, incarnation, f"sim://{spec.name}", spec.tick_s)
         self.spec = spec
         self.core = RouterCore(spec.name, spec.timers, spec.limits, rng)
         self.streams: dict[RequestId, SimulatedStream] = {}
-        """Streams that are open."""
+        """Open streams."""
         self.on_stream_event: Callable[[SimulatedStream, StreamEvent], None] | None = None
 
-    def know(self, addresses: Sequence[str]) -> None:
-        """Nodes from the configuration."""
+    def add_static_nodes(self, addresses: Sequence[str]) -> None:
+        """Connect to the nodes of the static configuration."""
         for address in addresses:
             self.perform(self.core.add_static(address, self.loop.now()))
 
     def submit(self, stream: SimulatedStream) -> None:
-        """A client's request arrives."""
+        """Receive the request of a client."""
         self.when_awake(self._submit, stream)
 
     def _submit(self, stream: SimulatedStream) -> None:
@@ -85,7 +85,7 @@ class SimWorker(Process):
         self.perform(effects)
 
     def leave(self, stream: SimulatedStream) -> None:
-        """The client closes its connection."""
+        """Close the connection of the client."""
         self.when_awake(self._leave, stream)
 
     def _leave(self, stream: SimulatedStream) -> None:
@@ -98,9 +98,9 @@ class SimWorker(Process):
         return self.core.handle(event, now)
 
     def perform_own(self, action: object) -> None:
-        """See Process: what goes to clients."""
+        """See Process: events for clients."""
         if not isinstance(action, Deliver | FinishRequest):
-            raise TypeError(f"a router worker does not know {action!r}")
+            raise InvariantError(f"router worker {self.host} received an unknown action: {action!r}")
         stream = self.streams[action.request_id]
         if isinstance(action, FinishRequest):
             del self.streams[action.request_id]
@@ -113,18 +113,18 @@ class SimWorker(Process):
         self.core.check_invariants()
 
     def drain(self) -> None:
-        """SIGTERM: nothing new; ends when its streams are over."""
+        """SIGTERM: refuse new requests; end when all streams are over."""
         self.when_awake(self._drain)
 
     def _drain(self) -> None:
         self.perform(self.core.drain(self.loop.now()))
-        self._leave_when_empty()
+        self._end_when_empty()
 
-    def _leave_when_empty(self) -> None:
+    def _end_when_empty(self) -> None:
         if not self.alive:
             return
         if self.core.requests:
-            self.loop.after(self.tick_s, self.when_awake, self._leave_when_empty)
+            self.loop.after(self.tick_s, self.when_awake, self._end_when_empty)
             return
         self.perform(self.core.close(self.loop.now()))
         self.loop.after(0.05, self.end, "drained")

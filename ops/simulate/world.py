@@ -1,6 +1,6 @@
 """A whole cluster in virtual time: nodes, router workers, clients, network. Seeded: the same calls give the same run.
 
-Injects no faults and judges nothing: tests and sizing do that from outside.
+Injects no faults and checks no results; tests and sizing do so from outside.
 """
 
 import random
@@ -25,19 +25,19 @@ from kvferry.router.api import GenerateRequest
 
 @dataclass(slots=True)
 class World:
-    """Everything there is."""
+    """All processes, networks and client streams of a simulated cluster."""
 
     seed: int
     timers: Timers = field(default_factory=Timers)
     delays: Delays = field(default_factory=Delays)
     static: bool = True
-    """Workers know the nodes from their configuration; False: from announcements."""
+    """Workers have the nodes in their configuration; False: nodes announce themselves."""
     loop: EventLoop = field(default_factory=EventLoop)
     rng: random.Random = field(init=False)
     network: Network = field(init=False)
     kv: KvNetwork = field(init=False)
     nodes: dict[str, SimNode] = field(default_factory=dict)
-    """Name -> latest life."""
+    """Name -> latest incarnation."""
     workers: dict[str, SimWorker] = field(default_factory=dict)
     streams: list[SimulatedStream] = field(default_factory=list)
     check_every: int = 0
@@ -49,11 +49,11 @@ class World:
         self.network = Network(self.loop, random.Random(self.rng.getrandbits(64)), self.timers, self.delays)
         self.kv = KvNetwork(self.loop, random.Random(self.rng.getrandbits(64)))
 
-    # -- who is there
+    # -- processes
 
     def start_node(self, spec: NodeSpec) -> SimNode:
-        """A first life, or the next one at the same address."""
-        node = SimNode(self.loop, self.network, self.kv, spec, self._new_life())
+        """Start a node: its first incarnation, or the next one at the same address."""
+        node = SimNode(self.loop, self.network, self.kv, spec, self._new_incarnation())
         self.nodes[spec.name] = node
         self._begin(node)
         if not self.static:
@@ -61,21 +61,21 @@ class World:
         return node
 
     def start_worker(self, spec: WorkerSpec) -> SimWorker:
-        """A first life, or the next one of the same name."""
+        """Start a router worker: its first incarnation, or the next one of the same name."""
         rng = random.Random(self.rng.getrandbits(64))
-        worker = SimWorker(self.loop, self.network, spec, self._new_life(), rng)
+        worker = SimWorker(self.loop, self.network, spec, self._new_incarnation(), rng)
         self.workers[spec.name] = worker
         self._begin(worker)
         if self.static:
-            worker.know([node.spec.address for node in self.nodes.values()])
+            worker.add_static_nodes([node.spec.address for node in self.nodes.values()])
         return worker
 
     def processes(self) -> list[Process]:
-        """Those that live."""
+        """Return the live processes."""
         return [process for process in (*self.workers.values(), *self.nodes.values()) if process.alive]
 
     def restart(self, process: Process) -> Process:
-        """A new life of a process that ended."""
+        """Start a new incarnation of a process that ended."""
         if isinstance(process, SimNode):
             return self.start_node(process.spec)
         assert isinstance(process, SimWorker)
@@ -92,7 +92,7 @@ class World:
         priority: int = 5,
         timeout_s: float = 600.0,
     ) -> SimulatedStream:
-        """A client's request, now."""
+        """Send the request of a client now; return its stream."""
         request = GenerateRequest(
             request_id=RequestId(f"{self.rng.getrandbits(128):032x}"),
             spec=RequestSpec(
@@ -111,7 +111,7 @@ class World:
 
     # -- inside
 
-    def _new_life(self) -> Incarnation:
+    def _new_incarnation(self) -> Incarnation:
         return Incarnation(f"{self.rng.getrandbits(120) | 1 << 126:032x}")
 
     def _begin(self, process: Process) -> None:

@@ -1,7 +1,7 @@
 """Runs schedules: `python -m tests.simulation --seeds A:B [--profile NAME] [--nodes W,P,D] [--trace]`.
 
-Prints schedules a minute; stops at the first seed that fails, with the command that replays it, and the same defect in
-a schedule as short as can be found, with a command for that one. Exit code 1 then.
+Prints the number of schedules per minute. Stops at the first seed that fails, prints the command that replays it,
+shrinks the schedule and prints the command that replays the short one. Exits with code 1 in that case.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.ops.cli.numbers import count, positive, three_counts
 from kvferry.ops.simulate.process import Process
-from tests.simulation.draw import draw_plan
+from tests.simulation.draw import draw_schedule
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
 from tests.simulation.schedule import Schedule
@@ -23,11 +23,11 @@ from tests.simulation.shrink import describe, shrink
 from tests.simulation.trial import Failure, attempt, ease_collector, profile_of
 
 SHRUNK = Path("build/simulation")
-"""Short schedules are put here."""
+"""Directory of shrunk schedules."""
 
 
 def say(line: str) -> None:
-    """One line for the person who runs this."""
+    """Print one line."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     ease_collector()
     started, total, failures, tried = time.perf_counter(), Counter[str](), 0, 0
-    for schedule, replay in _plans(arguments):
+    for schedule, replay in _schedules(arguments):
         tried += 1
         failures += not _run_one(schedule, replay, arguments, total)
         if failures > arguments.keep_going:
@@ -51,25 +51,33 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description="Simulated schedules of faults.")
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description="Run simulated schedules of faults."
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--seeds", default=(0, 100), type=_range, help="half-open range A:B (0:100)")
-    which.add_argument("--schedule", type=_schedule, metavar="FILE", help="this schedule, in place of those of seeds")
-    parser.add_argument("--profile", choices=[*PROFILES, "each"], help="of the seeds (all)")
+    which.add_argument("--seeds", default=(0, 100), type=_range, help="half-open range A:B (default 0:100)")
+    which.add_argument("--schedule", type=_schedule, metavar="FILE", help="run the schedule in this file instead")
+    parser.add_argument("--profile", choices=[*PROFILES, "each"], help="profile of the seeds (default all)")
     parser.add_argument(
-        "--nodes", default=None, type=three_counts("W,P,D"), help="numbers of workers, prefill, decode nodes: W,P,D"
+        "--nodes",
+        default=None,
+        type=three_counts("W,P,D"),
+        help="numbers of workers, prefill, decode nodes: W,P,D",
     )
     parser.add_argument(
-        "--check-every", type=positive, default=64, help="check cores after every n-th event of a process"
+        "--check-every",
+        type=positive,
+        default=64,
+        help="check a core after every n-th event (default 64)",
     )
-    parser.add_argument("--keep-going", type=count, default=0, help="stop only after this many more failures")
-    parser.add_argument("--no-shrink", action="store_true", help="leave a failing schedule as long as it is")
-    parser.add_argument("--trace", action="store_true", help="print every event and action; nothing is shrunk then")
+    parser.add_argument("--keep-going", type=count, default=0, help="continue after this many failures")
+    parser.add_argument("--no-shrink", action="store_true", help="do not shrink a failing schedule")
+    parser.add_argument("--trace", action="store_true", help="print every event and action; implies --no-shrink")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.schedule and (arguments.profile or arguments.nodes):
-        parser.error("--schedule: it has its profile and its nodes, --profile and --nodes are for --seeds")
+        parser.error("--schedule: the file has its own profile and nodes; --profile and --nodes are for --seeds")
     arguments.profile = arguments.profile or "all"
     return arguments
 
@@ -79,9 +87,9 @@ def _range(text: str) -> tuple[int, int]:
     try:
         seeds = int(first), int(end)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected A:B, 0:100 say, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected A:B such as 0:100, got {text!r}") from None
     if not 0 <= seeds[0] < seeds[1]:
-        raise argparse.ArgumentTypeError(f"no seed is in {text}: the last one is left out")
+        raise argparse.ArgumentTypeError(f"{text} is an empty range: B is excluded, and 0 <= A < B must hold")
     return seeds
 
 
@@ -92,8 +100,8 @@ def _schedule(text: str) -> tuple[Schedule, str]:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
 
-def _plans(arguments: argparse.Namespace) -> Iterator[tuple[Schedule, str]]:
-    """Each schedule, and the arguments that give it again."""
+def _schedules(arguments: argparse.Namespace) -> Iterator[tuple[Schedule, str]]:
+    """Yield each schedule with the arguments that reproduce it."""
     if arguments.schedule is not None:
         schedule, path = arguments.schedule
         yield schedule, f"--schedule {path}"
@@ -102,7 +110,7 @@ def _plans(arguments: argparse.Namespace) -> Iterator[tuple[Schedule, str]]:
     nodes = " --nodes " + ",".join(map(str, counts)) if counts else ""
     for seed in range(*arguments.seeds):
         name = profile_of(arguments.profile, seed)
-        yield draw_plan(seed, name, counts), f"--seeds {seed}:{seed + 1} --profile {name}{nodes}"
+        yield draw_schedule(seed, name, counts), f"--seeds {seed}:{seed + 1} --profile {name}{nodes}"
 
 
 def _run_one(schedule: Schedule, replay: str, arguments: argparse.Namespace, total: Counter[str]) -> bool:
@@ -126,11 +134,11 @@ def _run_one(schedule: Schedule, replay: str, arguments: argparse.Namespace, tot
 
 
 def show_shrunk(schedule: Schedule, failure: Failure, directory: Path) -> None:
-    """Shrink it, keep it in a file, print it."""
+    """Shrink a schedule, save it to a file in this directory and print it."""
     short, how = shrink(schedule, failure)
     path = directory / f"{schedule.profile}-{schedule.seed}.json"
     short.save(path)
-    say(f"shrunk from {len(schedule.events)} to {len(short.events)} events; at {how.at_s:.3f} s: {how.text}")
+    say(f"shrunk from {len(schedule.events)} to {len(short.events)} events; fails at {how.at_s:.3f} s: {how.text}")
     for line in describe(short):
         say(line)
     say(f"replay: python -m tests.simulation --schedule {path} --trace")

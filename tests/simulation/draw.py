@@ -1,4 +1,4 @@
-"""Draws a schedule from a seed and a profile. The same arguments give the same schedule, for ever within a version."""
+"""Generates a schedule from a seed and a profile. The same version and arguments give the same schedule."""
 
 import random
 from collections.abc import Iterator
@@ -14,30 +14,13 @@ from kvferry.ops.simulate.model import EOS_TOKEN_ID, VOCAB_SIZE
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import NodeSpec
 from kvferry.ops.simulate.worker import WorkerSpec
-from tests.simulation.incompatible import MISMATCHED_FIELDS, mismatched, with_two_kinds
+from tests.simulation.draw_faults import NEAR_TIMERS_S, SHORT_S, WARM_UP_S, FaultGenerator
+from tests.simulation.incompatible import INCOMPATIBLE_FIELDS, make_incompatible, with_two_kinds
 from tests.simulation.profiles import PROFILES, Profile
-from tests.simulation.schedule import (
-    Ask,
-    Blip,
-    Crash,
-    Cut,
-    Drain,
-    Freeze,
-    Leave,
-    Mismatch,
-    Schedule,
-    ScheduledEvent,
-    Slow,
-    Stall,
-    Wedge,
-)
+from tests.simulation.schedule import Ask, Fault, Incompatible, Leave, Schedule, ScheduledEvent
 
-WARM_UP_S = 0.7
-"""Links are up by then if nothing hinders them."""
-NEAR_TIMERS_S = (0.2, 0.6, 1.2, 2.0, 2.6, 2.8, 3.1, 4.5)
-"""How long cuts and freezes last: around the waits of the protocol, where the surprises are."""
 TIMERS = Timers(node_drain_s=3.0, worker_drain_s=6.0, paused_reservation_s=0.2, migration_wait_s=4.0)
-"""Pauses as long as the default's would need more requests than a schedule has."""
+"""The default pauses are too long for the number of requests in a schedule."""
 SHORT_WAITS = (
     "piece_idle_timeout_s",
     "commit_timeout_s",
@@ -46,38 +29,42 @@ SHORT_WAITS = (
     "reserve_timeout_s",
     "retain_s",
 )
-"""What a schedule that is impatient may be impatient about."""
-SHORT_S = (0.3, 0.6, 1.2)
+"""The timeouts that the profile `impatient` shortens."""
 CONGESTED_BYTES_PER_S = (1e5, 2e5)
-"""A request's KV takes 0.1 to 0.8 s."""
+"""The KV transfer of one request takes 0.1 to 0.8 s."""
 LARGE_PIECE_BYTES = 16_384
-KV_CUTS = 4
-"""Up to so many there."""
 RETRY_TOKENS = 60
-"""One to three requests."""
+"""Enough for one to three requests."""
 SWARM_FIELDS = ("leaving", "deadlines", "poisoned", "killers", "damaged", "blips", "partitions", "slow", "crashes",
                 "freezes", "stalls", "wedges", "drains", "full", "preemption", "overload", "incompatible")  # fmt: skip
 
 
-def draw_plan(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Schedule:
-    """A schedule. `counts`: numbers of workers, prefill nodes, decode nodes; drawn when None."""
-    rng = random.Random(f"{profile_name}:{seed}")
+def draw_schedule(seed: int, profile_name: str, counts: tuple[int, int, int] | None = None) -> Schedule:
+    """Generate a schedule. `counts`: numbers of workers, prefill nodes, decode nodes; random when None."""
     profile = PROFILES[profile_name]
+    source = f"{profile.seed_name or profile_name}:{seed}"
+    rng = random.Random(source)
     if profile.swarm:
         for name in SWARM_FIELDS:
             if rng.random() < 0.5:
                 profile = replace(profile, **{name: 0.0})  # type: ignore[arg-type]
-    # Apart, so that other random choices do not depend on them.
-    apart = ("one-sided", "swap", "kinds", "impatient", "congested")
-    one_sided, swap, kinds, impatient, congested = (random.Random(f"{what} {profile_name}:{seed}") for what in apart)
-    drawer = _Drawer(rng, profile, one_sided, swap)
-    drawer.be_impatient(impatient)
-    drawer.congest(congested)
-    drawer.two_kinds = counts is None and kinds.random() < profile.kinds
-    return drawer.schedule(seed, profile_name, counts)
+    # Separate generators, so that these choices do not change the rest of a schedule.
+    separate = ("one-sided", "swap", "kinds", "impatient", "congested")
+    one_sided, swap, kinds, impatient, congested = (random.Random(f"{what} {source}") for what in separate)
+    generator = _Generator(rng, profile, one_sided, swap)
+    generator.shorten_timeouts(impatient)
+    generator.congest(congested)
+    generator.two_kinds = counts is None and kinds.random() < profile.kinds
+    return generator.schedule(seed, profile_name, counts)
 
 
-class _Drawer:
+_Extended = tuple[tuple[NodeSpec, ...], dict[str, str], list[Fault]]
+"""Nodes, the incompatible ones among them with the field that differs, and replacements."""
+
+
+class _Generator:
+    """Generates one schedule."""
+
     def __init__(self, rng: random.Random, profile: Profile, one_sided: random.Random, swap_rng: random.Random) -> None:
         self.rng = rng
         self.one_sided = one_sided.random() < profile.one_sided
@@ -95,26 +82,25 @@ class _Drawer:
         self.both = rng.random() < profile.both
         self.mixed = not self.both and rng.random() < profile.mixed
         self.step_s = 0.15 if profile.slow_engine else rng.choice((0.008, 0.03, 0.06))
-        self.asked_at: list[float] = []
         self.poisoned: frozenset[int] = frozenset()
         self.killers: frozenset[int] = frozenset()
         """Seeds of requests."""
         self.two_kinds = False
         self.timers = TIMERS
         self.pieces_per_layer = 1
-        """Of a full step; 0: pieces of LARGE_PIECE_BYTES. Small ones would be many, and none may be lost for long."""
+        """Pieces per layer of a full step; 0: pieces of LARGE_PIECE_BYTES; many small ones would often lose one."""
         self.kv_cuts: random.Random | None = None
         self.kv_bytes_per_s = rng.choice((2e8, 5e5))
 
-    def be_impatient(self, rng: random.Random) -> None:
-        """Perhaps: draws from a source of its own, as the cuts will."""
+    def shorten_timeouts(self, rng: random.Random) -> None:
+        """Shorten some timeouts with the probability of the profile; the KV cuts use the same generator."""
         if rng.random() < self.profile.impatient:
             short = {name: rng.choice(SHORT_S) for name in SHORT_WAITS if rng.random() < 0.5}
             self.timers = msgspec.structs.replace(TIMERS, **short)
             self.kv_cuts = rng
 
     def congest(self, rng: random.Random) -> None:
-        """Perhaps: pieces wait for one another longer than they are waited for."""
+        """With the probability of the profile, let pieces queue for longer than the timeout of their receiver."""
         if rng.random() < self.profile.congested:
             self.timers = msgspec.structs.replace(self.timers, piece_idle_timeout_s=rng.choice(SHORT_S))
             self.kv_bytes_per_s = rng.choice(CONGESTED_BYTES_PER_S)
@@ -129,22 +115,22 @@ class _Drawer:
         if self.two_kinds:
             num_prefill, num_decode = max(2, num_prefill), max(2, num_decode)
         asks = list(self._asks([f"W{i}" for i in range(num_workers)]))
-        self.asked_at = [ask.at for ask in asks]
+        faults = FaultGenerator(rng, profile, [ask.at for ask in asks], self.kv_cuts)
         self.poisoned = frozenset(ask.seed for ask in asks if ask.poisoned)
         self.killers = frozenset(ask.seed for ask in asks if ask.kills)
         limits = self._limits()
         workers = tuple(WorkerSpec(name=f"W{i}", timers=self.timers, limits=limits) for i in range(num_workers))
-        kinds: list[RoleName] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
-        nodes = tuple(self._node(i, role, limits) for i, role in enumerate(kinds))
+        roles: list[RoleName] = ["prefill" if i < num_prefill else "decode" for i in range(num_prefill + num_decode)]
+        nodes = tuple(self._node(i, role, limits) for i, role in enumerate(roles))
         if self.two_kinds:
             nodes = with_two_kinds(nodes)
-        nodes, incompatible, mismatches = self._mismatches(nodes)
+        nodes, incompatible, replacements = self._incompatible_nodes(nodes, faults)
         hosts = [spec.name for spec in workers] + [spec.name for spec in nodes]
         events: list[ScheduledEvent] = [
             *asks,
-            *mismatches,
+            *replacements,
             *self._leaves(asks),
-            *self._faults(hosts, [spec.name for spec in nodes]),
+            *faults.generate(hosts, [spec.name for spec in nodes]),
         ]
         return Schedule(
             seed,
@@ -163,7 +149,7 @@ class _Drawer:
 
     def _limits(self) -> Limits:
         rng = self.rng
-        self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # with one slot they go one by one
+        self.pieces_per_layer = rng.choice((1, 1 if self.one_sided else 2, 0))  # one slot: one at a time
         limits = Limits(
             transfers_per_peer=rng.choice((1, 4)),
             retry_tokens_per_node=RETRY_TOKENS,
@@ -215,23 +201,21 @@ class _Drawer:
         target = layer_bytes // self.pieces_per_layer if self.pieces_per_layer else LARGE_PIECE_BYTES
         return replace(spec, limits=msgspec.structs.replace(limits, piece_target_bytes=target))
 
-    def _mismatches(
-        self, nodes: tuple[NodeSpec, ...]
-    ) -> tuple[tuple[NodeSpec, ...], dict[str, str], list[ScheduledEvent]]:
-        """Perhaps one node that fits no other: there from the start, or in the place of another one for a while."""
+    def _incompatible_nodes(self, nodes: tuple[NodeSpec, ...], faults: FaultGenerator) -> _Extended:
+        """With the probability of the profile, add an incompatible node, or replace a node by one for a while."""
         rng = self.rng
         if rng.random() >= self.profile.incompatible:
             return nodes, {}, []
-        field, single = rng.choice(MISMATCHED_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
-        if single and rng.random() < 0.6:  # one with both roles would fit itself
-            return nodes, {}, [Mismatch(self._time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
-        incompatible_node = self._incompatible_node(rng.choice(nodes), len(nodes), field)
-        return (*nodes, incompatible_node), {incompatible_node.name: field}, []
+        field, single = rng.choice(INCOMPATIBLE_FIELDS), [spec.name for spec in nodes if len(spec.roles) == 1]
+        if single and rng.random() < 0.6:  # a node with both roles is compatible with itself
+            return nodes, {}, [Incompatible(faults.time(), rng.choice(single), field, rng.choice(NEAR_TIMERS_S))]
+        extra = self._incompatible_node(rng.choice(nodes), len(nodes), field)
+        return (*nodes, extra), {extra.name: field}, []
 
     def _incompatible_node(self, like: NodeSpec, number: int, field: str) -> NodeSpec:
-        """One more node like this one, but for one thing."""
+        """Return a further node that differs from this one in one field."""
         role = self.rng.choice(like.roles)
-        return mismatched(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
+        return make_incompatible(replace(like, name=f"{role[0].upper()}{number}", roles=(role,)), field)
 
     def _delays(self) -> Delays:
         rng = self.rng
@@ -272,57 +256,3 @@ class _Drawer:
         for ask in asks:
             if self.rng.random() < self.profile.leaving:
                 yield Leave(ask.at + self.rng.choice((0.0, 0.02, 0.2, 1.0)) * self.rng.random(), ask.number)
-
-    def _times(self, rate: float) -> Iterator[float]:
-        for _ in range(int(rate * 2 * self.rng.random() + self.rng.random())):
-            yield self._time()
-
-    def _time(self) -> float:
-        """Often soon after a request."""
-        if self.rng.random() < 0.5:
-            return self.rng.choice(self.asked_at) + 0.4 * self.rng.random() ** 2
-        return WARM_UP_S + self.profile.span_s * self.rng.random()
-
-    def _linked(self, hosts: list[str], kinds: str = "WPD") -> tuple[str, str]:
-        """Two hosts that talk to one another, in either order."""
-        pair = self.rng.sample(kinds, 2)
-        first, second = (self.rng.choice([host for host in hosts if host.startswith(kind)]) for kind in pair)
-        return first, second
-
-    def _faults(self, hosts: list[str], nodes: list[str]) -> Iterator[ScheduledEvent]:
-        rng, profile = self.rng, self.profile
-        for at in self._times(profile.blips):
-            kv = rng.random() < 0.3
-            host_a, host_b = self._linked(hosts, "PD" if kv else "WPD")
-            yield Blip(at, host_a, host_b, kv)
-        for at in self._times(profile.partitions):
-            duration = rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random())
-            host_a, host_b = self._linked(hosts)
-            yield Cut(at, host_a, host_b, duration, kv=False)
-            if rng.random() < 0.3:
-                yield Cut(at, host_b, host_a, duration, kv=False)
-            if rng.random() < 0.3:
-                yield Cut(at, *self._linked(hosts, "PD"), duration, kv=True)
-        for at in self._times(profile.slow):
-            yield Slow(at, rng.choice(hosts), rng.choice((0.05, 0.3, 0.9)), 0.5 + 3 * rng.random())
-        for at in self._times(profile.crashes):
-            yield Crash(at, rng.choice(hosts), rng.choice((0, 0, 1, 3, 10)), rng.choice((0.05, 0.5, 3.0)))
-        for at in self._times(profile.freezes):
-            yield Freeze(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
-        for at in self._times(profile.stalls):
-            yield Stall(at, rng.choice(hosts), rng.choice(NEAR_TIMERS_S) * (0.8 + 0.4 * rng.random()))
-        for at in self._times(profile.wedges):
-            yield Wedge(at, rng.choice(nodes), rng.choice((1.0, 14.0, 60.0)))
-        for at in self._times(profile.drains):
-            yield Drain(at, rng.choice(hosts), rng.choice((0.05, 0.5)))
-        yield from self._kv_cuts(hosts)
-
-    def _kv_cuts(self, hosts: list[str]) -> Iterator[ScheduledEvent]:
-        """Soon after a request, and for about as long as something is waited for."""
-        rng = self.kv_cuts
-        if rng is None:
-            return
-        for _ in range(rng.randint(1, KV_CUTS)):
-            at = rng.choice(self.asked_at) + 0.2 * rng.random()
-            prefill, decode = (rng.choice([host for host in hosts if host.startswith(kind)]) for kind in "PD")
-            yield Cut(at, prefill, decode, rng.choice(SHORT_S) * (0.5 + 1.5 * rng.random()), kv=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from kvferry.ops.cli.numbers import positive
 from tests.simulation.__main__ import say
 from tests.simulation.defects import DEFECTS, Defect
-from tests.simulation.draw import draw_plan
-from tests.simulation.trial import ease_collector, try_plan
+from tests.simulation.draw import draw_schedule
+from tests.simulation.trial import ease_collector, try_schedule
 
 PAGE = Path(__file__).parents[2] / "ops/docs/defects.md"
 MOST_SEEDS = 400
@@ -60,7 +60,7 @@ def find(defect: Defect, seeds: Iterable[int]) -> Outcome:
     """
     with defect.applied():
         for seed in seeds:
-            failure = try_plan(draw_plan(seed, defect.profile))
+            failure = try_schedule(draw_schedule(seed, defect.profile))
             if failure is not None and failure.text.startswith(UNFIT):
                 raise TypeError(f"{defect.name}: {failure.text}\n{failure.where}")
             if failure is not None:

@@ -1,4 +1,4 @@
-"""Nodes that do not fit others: what can be different about them. Plain data."""
+"""Incompatible nodes: the fields in which they can differ from other nodes. Plain data."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -6,24 +6,24 @@ from dataclasses import replace
 
 from kvferry.ops.simulate.node import NodeSpec
 
-_STRANGE: Mapping[str, Mapping[str, object]] = {
+_CHANGES: Mapping[str, Mapping[str, object]] = {
     "name": {"model_name": "another", "weights": "another"},
     "model": {"weights": "of another training"},
     "kv_dtype": {"kv_dtype": "other"},
     "block_size": {"block_size": 8},
     "num_layers": {"num_layers": 3},
 }
-MISMATCHED_FIELDS = tuple(_STRANGE)
-"""The name of the model, or a field of the tuple that Hello carries."""
+INCOMPATIBLE_FIELDS = tuple(_CHANGES)
+"""The name of the model, or a field of the compatibility tuple in Hello."""
 
 
-def mismatched(spec: NodeSpec, field: str) -> NodeSpec:
-    """The same node, but for this."""
-    return replace(spec, **_STRANGE[field])  # type: ignore[arg-type]
+def make_incompatible(spec: NodeSpec, field: str) -> NodeSpec:
+    """Return the same node, but different in this field."""
+    return replace(spec, **_CHANGES[field])  # type: ignore[arg-type]
 
 
 def with_two_kinds(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
-    """Every other node of each role has other weights under the same name; not those of any incompatible node."""
+    """Give every second node of each role other weights under the same name, unlike any incompatible node's."""
     numbers: Counter[tuple[str, ...]] = Counter()
     found = []
     for node in nodes:
@@ -33,5 +33,5 @@ def with_two_kinds(nodes: Iterable[NodeSpec]) -> tuple[NodeSpec, ...]:
 
 
 def refused_field(field: str) -> str:
-    """What a refused Hello names: another model has other weights, and its name is no part of Hello."""
+    """Return the field named by a refused Hello: another model has other weights, and Hello has no model name."""
     return "model" if field == "name" else field

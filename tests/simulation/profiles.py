@@ -1,24 +1,24 @@
-"""Which faults a schedule may have, and how often. Rates are numbers of events a schedule, drawn around them."""
+"""Which faults a schedule has, and how often. A rate is the mean number of faults per schedule. Plain data."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Bounds for drawing. All zero: nothing happens but requests."""
+    """Bounds for generating schedules. The default has requests and no faults."""
 
     requests: int = 8
     span_s: float = 3.0
-    """Requests and faults fall into this time."""
+    """Length of the interval of requests and faults."""
     delays: bool = False
     leaving: float = 0.0
-    """Share of clients that leave."""
+    """Share of clients that disconnect early."""
     deadlines: float = 0.0
-    """Share of requests with a deadline that will often be missed."""
+    """Share of requests with a deadline that is often missed."""
     poisoned: float = 0.0
-    """Share of requests for which no token can be sampled."""
+    """Share of requests whose sampling fails."""
     killers: float = 0.0
-    """Share of requests whose decoding ends the process."""
+    """Share of requests whose decoding crashes the process."""
     damaged: float = 0.0
     """Share of schedules in which pieces arrive damaged."""
     blips: float = 0.0
@@ -32,33 +32,35 @@ class Profile:
     full: float = 0.0
     """Share of schedules with small decode pools."""
     preemption: float = 0.0
-    """Share of schedules with decode pools that grow full while decoding."""
+    """Share of schedules whose decode pools fill up while decoding."""
     swap: float = 0.0
-    """Share of schedules in which nodes that decode have host blocks to swap to."""
+    """Share of schedules whose decode nodes have host blocks for swapping."""
     overload: float = 0.0
     """Share of schedules with short queues and many requests."""
     both: float = 0.0
     """Share of schedules in which every node has both roles."""
     mixed: float = 0.0
-    """Share of schedules in which some nodes have both roles and some have one."""
+    """Share of schedules in which some nodes have both roles and some one role."""
     max_attempts: int = 5
-    """Losses in a row that end a request."""
+    """Consecutive losses that end a request."""
     slow_engine: bool = False
-    """Steps are so slow and short that prompts wait for one another."""
+    """Steps are so slow and short that prompts queue."""
     incompatible: float = 0.0
-    """Share of schedules with a node that fits no other one."""
+    """Share of schedules with an incompatible node."""
     kinds: float = 0.0
-    """Share of schedules in which every other node of a role has other weights under the same name."""
+    """Share of schedules in which every second node of a role has other weights under the same model name."""
     one_sided: float = 0.0
-    """Share of schedules in which KV is written into staging slots, late and unnoticed at times."""
+    """Share of schedules with one-sided writes into staging slots, some of them late or unconfirmed."""
     few_slots: bool = False
-    """There are two of them at a node, and most writes are late: soon the one that one lands in is another's."""
+    """Two staging slots per node and mostly late writes: many land in a slot that was reused meanwhile."""
     impatient: float = 0.0
-    """Share of schedules in which waits that are long by default are short, and KV connections are often cut."""
+    """Share of schedules with short timeouts and frequent KV cuts."""
     congested: float = 0.0
-    """Share of schedules in which KV links carry less than prefill nodes compute, and waits are short."""
+    """Share of schedules in which KV links are slower than prefill computation, with short timeouts."""
     swarm: bool = False
-    """Each kind of fault is left out of half of the schedules: what is rare together gets its turn."""
+    """Omit each kind of fault from half of the schedules, so that rare combinations occur (swarm testing)."""
+    seed_name: str = ""
+    """Seeds the generator instead of the name of the profile: a renamed profile keeps the schedules of its seeds."""
 
 
 PROFILES: dict[str, Profile] = {
@@ -82,7 +84,7 @@ PROFILES: dict[str, Profile] = {
     "pauses": Profile(requests=16, delays=True, slow_engine=True, span_s=1.0),
     "wedges": Profile(requests=12, wedges=1.5),
     "stalls": Profile(delays=True, leaving=0.2, stalls=2),
-    "incompatible": Profile(delays=True, crashes=0.5, blips=1, incompatible=1.0),
+    "incompatible": Profile(delays=True, crashes=0.5, blips=1, incompatible=1.0, seed_name="strangers"),
     "kinds": Profile(delays=True, blips=2, crashes=2, drains=0.7, wedges=0.3, preemption=0.3, both=0.2, kinds=1.0),
     "killers": Profile(killers=0.15),
     "damage": Profile(delays=True, damaged=1.0),

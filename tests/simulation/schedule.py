@@ -1,7 +1,7 @@
-"""A schedule as plain data: a cluster and a list of timed events. Drawn by `draw.py`, carried out by `run.py`.
+"""A schedule as plain data: a cluster and a list of timed events. `draw.py` generates it, `run.py` executes it.
 
-Nothing random is left in it but the network's delays, which come from the seed. Leaving events out gives another valid
-schedule: that is what shrinking does. A schedule can be kept in a file (JSON) and is the same when it is read again.
+Only the delays of the network are random; they depend on the seed. Omitting events gives another valid schedule, which
+shrinking relies on. A schedule saved to a file (JSON) and loaded again is equal to the original.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import msgspec
 from kvferry.ops.simulate.network import Delays
 from kvferry.ops.simulate.node import MODEL_NAME, NodeSpec
 from kvferry.ops.simulate.worker import WorkerSpec
-from tests.simulation.incompatible import mismatched
+from tests.simulation.incompatible import make_incompatible
 from tests.support.files import write_whole
 
 
@@ -27,9 +27,9 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     priority: int
     timeout_s: float
     poisoned: bool = False
-    """No token can be sampled for it."""
+    """Its sampling fails."""
     kills: bool = False
-    """The node that decodes it dies."""
+    """Decoding it crashes the node."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
@@ -40,7 +40,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 class Crash(msgspec.Struct, frozen=True, tag=True):
-    """kill -9, in the middle of a list of actions; a new life starts at the same address `restart_s` later."""
+    """kill -9, amid a list of actions; a new incarnation starts at the same address `restart_s` later."""
 
     at: float
     host: str
@@ -49,7 +49,7 @@ class Crash(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """SIGTERM; a new life starts at the same address `restart_s` after the end of the old one."""
+    """SIGTERM; a new incarnation starts at the same address `restart_s` after the end of the old one."""
 
     at: float
     host: str
@@ -65,7 +65,7 @@ class Freeze(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stall(msgspec.Struct, frozen=True, tag=True):
-    """A process reads no message and feels no time for a while; its connections stand, its engine continues."""
+    """A process handles no messages and no ticks for a while; its connections stay up, its engine continues."""
 
     at: float
     host: str
@@ -73,25 +73,25 @@ class Stall(msgspec.Struct, frozen=True, tag=True):
 
 
 class Wedge(msgspec.Struct, frozen=True, tag=True):
-    """The engine's step never ends; the process is restarted when it gives up on it, or after `restart_s`."""
+    """The step of the engine never ends; the process restarts when it detects that, or after `restart_s`."""
 
     at: float
     host: str
     restart_s: float
 
 
-class Mismatch(msgspec.Struct, frozen=True, tag=True):
-    """A node is replaced at its address by one that fits no other node, and that one by the right one again."""
+class Incompatible(msgspec.Struct, frozen=True, tag=True):
+    """An incompatible node replaces a node at its address; after `duration_s` the original one replaces it."""
 
     at: float
     host: str
     field: str
-    """What is different; see incompatible.py."""
+    """The field that differs; see incompatible.py."""
     duration_s: float
 
 
 class Blip(msgspec.Struct, frozen=True, tag=True):
-    """Connections between two hosts break and are made again: some of what was under way is lost or overtaken."""
+    """Connections between two hosts break and are made again; messages in flight are lost or overtaken."""
 
     at: float
     host_a: str
@@ -100,7 +100,7 @@ class Blip(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cut(msgspec.Struct, frozen=True, tag=True):
-    """Nothing passes from one host to another (both ways for KV)."""
+    """One direction between two hosts is blocked (for KV both directions)."""
 
     at: float
     from_host: str
@@ -110,7 +110,7 @@ class Cut(msgspec.Struct, frozen=True, tag=True):
 
 
 class Slow(msgspec.Struct, frozen=True, tag=True):
-    """Everything from and to a host takes that much longer for a while."""
+    """Messages from and to a host take `extra_s` longer for a while."""
 
     at: float
     host: str
@@ -118,11 +118,12 @@ class Slow(msgspec.Struct, frozen=True, tag=True):
     duration_s: float
 
 
-ScheduledEvent = Ask | Leave | Crash | Drain | Freeze | Stall | Wedge | Mismatch | Blip | Cut | Slow
+Fault = Crash | Drain | Freeze | Stall | Wedge | Incompatible | Blip | Cut | Slow
+ScheduledEvent = Ask | Leave | Fault
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """All of one schedule."""
+    """One schedule: cluster, network and events."""
 
     seed: int
     profile: str
@@ -132,38 +133,37 @@ class Schedule(msgspec.Struct, frozen=True):
     static: bool
     damaged_share: float
     late_share: float
-    """Of one-sided writes, until the last event."""
+    """Share of one-sided writes that are late, until the last event."""
     unconfirmed_share: float
     piece_delay_s: float
-    """A piece is under way for once to three times as long."""
+    """A piece is in flight for one to three times this long."""
     events: tuple[ScheduledEvent, ...] = ()
     incompatible: dict[str, str] = {}
-    """Nodes that fit no other one, and what is different about them (incompatible.py). They are among the nodes."""
+    """Name of each incompatible node -> the field that differs (incompatible.py). They are also in `nodes`."""
 
     @property
     def weights(self) -> frozenset[int]:
-        """Of all nodes that ever serve the model."""
+        """Weights of all nodes that serve the model at any time."""
         nodes = {node.name: node for node in self.nodes if node.model_name == MODEL_NAME}
-        mismatches = [
-            mismatched(nodes[event.host], event.field) for event in self.events if isinstance(event, Mismatch)
-        ]
+        swaps = [event for event in self.events if isinstance(event, Incompatible)]
+        replacements = [make_incompatible(nodes[swap.host], swap.field) for swap in swaps]
         return frozenset(
-            node.weights_number for node in [*nodes.values(), *mismatches] if node.model_name == MODEL_NAME
+            node.weights_number for node in [*nodes.values(), *replacements] if node.model_name == MODEL_NAME
         )
 
     @property
     def troubled(self) -> bool:
-        """Whether anything but asking, leaving and delay happens."""
+        """Whether it has any fault; requests, disconnecting clients and delays are none."""
         shares = self.damaged_share + self.late_share + self.unconfirmed_share
         return shares > 0 or any(not isinstance(event, Ask | Leave) or _kills(event) for event in self.events)
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
+        """Write it to a file as JSON."""
         write_whole(path, msgspec.json.format(msgspec.json.encode(self)))
 
     @classmethod
     def load(cls, path: Path) -> "Schedule":
-        """Read it from a file. Raises OSError, or msgspec.DecodeError when it is no schedule."""
+        """Read it from a file. Raises OSError, or msgspec.DecodeError when the file is not a schedule."""
         return msgspec.json.decode(path.read_bytes(), type=cls)
 
 

@@ -1,7 +1,7 @@
-"""Makes a failing schedule short: leaves out what it does not need to fail in the same way. Deterministic.
+"""Shrinks a failing schedule: removes whatever it does not need to fail in the same way. Deterministic.
 
-Events first, by delta debugging (Zeller and Hildebrandt 2002, ddmin); then hosts, network and damage; then each event's
-own numbers; over again until nothing more can go. A schedule fails in the same way when `Failure.kind` is the same.
+Events first, by delta debugging (Zeller and Hildebrandt 2002, ddmin); then hosts, network and damage; then the values
+of each event; repeated until nothing more can be removed. Two failures are the same when their `Failure.kind` is.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,25 +16,25 @@ from tests.simulation.schedule import (
     Cut,
     Drain,
     Freeze,
-    Mismatch,
+    Incompatible,
     Schedule,
     ScheduledEvent,
     Slow,
     Stall,
     Wedge,
 )
-from tests.simulation.trial import Failure, try_plan
+from tests.simulation.trial import Failure, try_schedule
 
 MAX_RUNS = 600
 
 
 @dataclass(slots=True)
 class Shrinker:
-    """One failing schedule being shrunk. `fails` says how a schedule fails, or None."""
+    """Shrinks one failing schedule. `fails` returns the failure of a schedule, or None."""
 
     schedule: Schedule
     failure: Failure
-    fails: Callable[[Schedule], Failure | None] = try_plan
+    fails: Callable[[Schedule], Failure | None] = try_schedule
     max_runs: int = MAX_RUNS
     num_runs: int = 0
     _steps: tuple[Callable[[], bool], ...] = field(init=False)
@@ -43,13 +43,13 @@ class Shrinker:
         self._steps = (self._fewer_events, self._simpler_world, self._simpler_events)
 
     def run(self) -> Schedule:
-        """The shortest that was found; `failure` is how it fails."""
+        """Return the shortest schedule found; `failure` is its failure."""
         while self.num_runs < self.max_runs and sum(step() for step in self._steps):
             pass
         return self.schedule
 
-    def _take(self, schedule: Schedule) -> bool:
-        """Continue from this one if it fails in the same way."""
+    def _accept(self, schedule: Schedule) -> bool:
+        """Continue from this schedule if it fails in the same way; whether it does."""
         if self.num_runs >= self.max_runs or schedule == self.schedule:
             return False
         self.num_runs += 1
@@ -60,13 +60,13 @@ class Shrinker:
         return True
 
     def _fewer_events(self) -> bool:
-        """Leave out parts of the events: halves first, single ones at last."""
+        """Remove parts of the events: halves first, single events last."""
         before, parts = len(self.schedule.events), 2
         while self.schedule.events and self.num_runs < self.max_runs:
             events = self.schedule.events
             size = -(-len(events) // parts)
             starts = range(0, len(events), size)
-            if any(self._take(replace(self.schedule, events=events[:at] + events[at + size :])) for at in starts):
+            if any(self._accept(replace(self.schedule, events=events[:at] + events[at + size :])) for at in starts):
                 parts = max(2, parts - 1)
             elif size == 1:
                 break
@@ -75,10 +75,10 @@ class Shrinker:
         return len(self.schedule.events) < before
 
     def _simpler_world(self) -> bool:
-        return sum(self._take(schedule) for schedule in self._simpler_worlds()) > 0
+        return sum(self._accept(schedule) for schedule in self._simpler_worlds()) > 0
 
     def _simpler_worlds(self) -> Iterator[Schedule]:
-        """Each from the schedule as it is when its turn comes."""
+        """Yield simplifications, each of the schedule at the time of the yield."""
         hosts = [spec.name for spec in self.schedule.nodes] + [spec.name for spec in self.schedule.workers]
         for host in hosts:
             yield _without(self.schedule, host)
@@ -88,20 +88,20 @@ class Shrinker:
         yield replace(self.schedule, static=True)
 
     def _simpler_events(self) -> bool:
-        taken = 0
+        accepted = 0
         for place in range(len(self.schedule.events)):
             for name, values in _SIMPLER.get(type(self.schedule.events[place]), {}).items():
-                taken += any(self._take(self._with(place, name, value)) for value in values)
+                accepted += any(self._accept(self._with(place, name, value)) for value in values)
             if isinstance(event := self.schedule.events[place], Ask) and len(event.prompt) > 1:
                 halves = (event.prompt[:1], event.prompt[: len(event.prompt) // 2])
-                taken += any(self._take(self._with(place, "prompt", half)) for half in halves)
-        return taken > 0
+                accepted += any(self._accept(self._with(place, "prompt", half)) for half in halves)
+        return accepted > 0
 
     def _with(self, place: int, name: str, value: object) -> Schedule:
-        """The schedule with one number of one event changed, if that makes it simpler."""
+        """Return the schedule with one value of one event changed, if that makes it simpler."""
         events = list(self.schedule.events)
-        known: object = asdict(events[place])[name]
-        simpler = not isinstance(known, int | float) or not isinstance(value, int | float) or value < known
+        current: object = asdict(events[place])[name]
+        simpler = not isinstance(current, int | float) or not isinstance(value, int | float) or value < current
         if simpler or name in ("timeout_s", "priority"):
             events[place] = replace(events[place], **{name: value})
         return replace(self.schedule, events=tuple(events))
@@ -119,16 +119,16 @@ _SIMPLER: dict[type[ScheduledEvent], dict[str, Sequence[object]]] = {
     Drain: {"restart_s": (0.05,)},
     Freeze: {"duration_s": (0.2, 1.2)},
     Stall: {"duration_s": (0.2, 1.2)},
-    Mismatch: {"duration_s": (0.2, 1.2)},
+    Incompatible: {"duration_s": (0.2, 1.2)},
     Wedge: {"restart_s": (1.0,)},
     Cut: {"duration_s": (0.2, 1.2), "kv": (False,)},
     Slow: {"extra_s": (0.05,), "duration_s": (0.5,)},
 }
-"""What is tried for each kind of event, simplest first."""
+"""Values to try for each kind of event, simplest first."""
 
 
 def _without(schedule: Schedule, host: str) -> Schedule:
-    """The schedule without a host and all its faults; the schedule itself when it cannot do without."""
+    """Return the schedule without a host and its events, or the same schedule when the host is required."""
     nodes = tuple(spec for spec in schedule.nodes if spec.name != host)
     workers = tuple(spec for spec in schedule.workers if spec.name != host)
     roles = {role for spec in nodes if spec.name not in schedule.incompatible for role in spec.roles}
@@ -140,21 +140,21 @@ def _without(schedule: Schedule, host: str) -> Schedule:
 
 
 def shrink(schedule: Schedule, failure: Failure) -> tuple[Schedule, Failure]:
-    """The short schedule, and how it fails."""
+    """Return the shortest schedule found, and its failure."""
     shrinker = Shrinker(schedule, failure)
     return shrinker.run(), shrinker.failure
 
 
 def describe(schedule: Schedule) -> Iterator[str]:
-    """A schedule in lines that a person can read."""
+    """Return a schedule as readable lines."""
     hosts = [f"{spec.name} ({'+'.join(spec.roles)}, {spec.num_blocks} blocks)" for spec in schedule.nodes]
     yield f"{', '.join(spec.name for spec in schedule.workers)}; {', '.join(hosts)}; {schedule.delays}"
-    yield from (f"{name} is an incompatible node: {field}" for name, field in schedule.incompatible.items())
+    yield from (f"{name} is incompatible: {field}" for name, field in schedule.incompatible.items())
     for event in schedule.events:
-        words = ", ".join(
+        values = ", ".join(
             f"{name} {_short(value)}" for name, value in asdict(event).items() if name not in ("at", "seed")
         )
-        yield f"  {event.at:7.3f} s  {type(event).__name__}: {words}"
+        yield f"  {event.at:7.3f} s  {type(event).__name__}: {values}"
 
 
 def _short(value: object) -> str:

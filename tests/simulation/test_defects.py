@@ -6,10 +6,10 @@ import pytest
 
 from kvferry.common.cluster.clients import Client
 from tests.simulation.defects import DEFECTS, Defect, Seams
-from tests.simulation.draw import draw_plan
+from tests.simulation.draw import draw_schedule
 from tests.simulation.find_defects import PAGE, Outcome, find, main, page
 from tests.simulation.profiles import PROFILES
-from tests.simulation.trial import try_plan
+from tests.simulation.trial import try_schedule
 
 MORE_SEEDS = 20
 """A change of the cores may move the first seed that notices a defect a little."""
@@ -37,7 +37,7 @@ def test_the_simulation_notices_the_defect_and_nothing_without_it(defect: Defect
     seed = ROWS[defect.name][2]
     outcome = find(defect, range(seed, seed + MORE_SEEDS))
     assert outcome.seed is not None, "run `python -m tests.simulation.find_defects --table`"
-    assert try_plan(draw_plan(outcome.seed, defect.profile)) is None
+    assert try_schedule(draw_schedule(outcome.seed, defect.profile)) is None
 
 
 def test_a_private_or_missing_method_cannot_be_wrapped():

@@ -1,4 +1,4 @@
-"""A failing schedule becomes a short one that fails in the same way, and says so when it is read from its file."""
+"""Shrinking yields a short schedule that fails in the same way, also after it is saved and loaded."""
 
 import re
 
@@ -7,38 +7,38 @@ from msgspec.structs import replace
 
 from tests.simulation.__main__ import main
 from tests.simulation.defects import DEFECTS
-from tests.simulation.draw import draw_plan
+from tests.simulation.draw import draw_schedule
 from tests.simulation.schedule import Ask, Schedule
 from tests.simulation.shrink import Shrinker, describe, shrink
-from tests.simulation.trial import Failure, try_plan
+from tests.simulation.trial import Failure, try_schedule
 
 DEFECT = next(defect for defect in DEFECTS if defect.name == "a gap before new tokens is skipped")
 
 
-def test_a_defect_is_shown_by_a_few_events():
+def test_a_defect_needs_few_events():
     with DEFECT.applied():
         schedule, failure = next(
             (schedule, failure)
-            for schedule in (draw_plan(seed, DEFECT.profile) for seed in range(50))
-            if (failure := try_plan(schedule)) is not None
+            for schedule in (draw_schedule(seed, DEFECT.profile) for seed in range(50))
+            if (failure := try_schedule(schedule)) is not None
         )
         short, how = shrink(schedule, failure)
         assert len(schedule.events) > 6
         assert len(short.events) <= 3, "\n".join(describe(short))
         assert any(isinstance(event, Ask) for event in short.events)
         assert how.kind == failure.kind
-        assert try_plan(short) == how, "it fails like that each time"
-    assert try_plan(short) is None, "the defect alone is to blame"
+        assert try_schedule(short) == how, "the failure is reproducible"
+    assert try_schedule(short) is None, "the schedule fails without the defect"
 
 
-def test_a_file_gives_the_same_schedule_again(tmp_path):
+def test_a_loaded_schedule_equals_the_saved_one(tmp_path):
     for seed in range(5):
-        schedule = draw_plan(seed, "all")
+        schedule = draw_schedule(seed, "all")
         schedule.save(tmp_path / "schedule.json")
         assert Schedule.load(tmp_path / "schedule.json") == schedule
 
 
-def test_the_commands_that_are_printed_replay_the_failure(tmp_path, monkeypatch, capsys):
+def test_printed_commands_replay_the_failure(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(arguments: str):
@@ -55,7 +55,7 @@ def test_the_commands_that_are_printed_replay_the_failure(tmp_path, monkeypatch,
 
 
 def fails_with(*needed: int):
-    """Schedules that have requests with all these numbers fail."""
+    """Return a `fails` for which schedules with all these request numbers fail."""
 
     def fails(schedule: Schedule) -> Failure | None:
         numbers = {event.number for event in schedule.events if isinstance(event, Ask)}
@@ -65,8 +65,8 @@ def fails_with(*needed: int):
 
 
 @pytest.mark.parametrize("needed", [(), (2,), (0, 7), (1, 4, 6)])
-def test_exactly_what_is_needed_stays(needed):
-    schedule = draw_plan(1, "overload")
+def test_only_needed_events_remain(needed):
+    schedule = draw_schedule(1, "overload")
     assert len(schedule.events) > 8
     shrinker = Shrinker(schedule, Failure("Violation: 1 events", 0.0, ""), fails_with(*needed))
     short = shrinker.run()
@@ -76,7 +76,7 @@ def test_exactly_what_is_needed_stays(needed):
 
 
 def test_another_kind_of_failure_is_not_followed():
-    schedule = draw_plan(1, "overload")
+    schedule = draw_schedule(1, "overload")
 
     def fails(tried: Schedule) -> Failure | None:
         return Failure("KeyError: 7" if len(tried.events) < len(schedule.events) else "Violation: 7", 0.0, "")
@@ -84,8 +84,8 @@ def test_another_kind_of_failure_is_not_followed():
     assert len(Shrinker(schedule, Failure("Violation: 8", 0.0, ""), fails).run().events) == len(schedule.events)
 
 
-def test_it_stops_in_time():
-    schedule = draw_plan(1, "overload")
+def test_shrinking_stops_after_max_runs():
+    schedule = draw_schedule(1, "overload")
     shrinker = Shrinker(schedule, Failure("Violation: 1 events", 0.0, ""), fails_with(3), max_runs=5)
     shrinker.run()
     assert shrinker.num_runs == 5

@@ -1,4 +1,4 @@
-"""A request that needs half of a decode node's room among many that need little: it is served, without any fault."""
+"""A request that needs half of the blocks of a decode node is served under a load of small requests. No faults."""
 
 import random
 
@@ -15,7 +15,7 @@ from kvferry.ops.simulate.world import World
 TIMERS = Timers(queued_wait_s=1.0)
 SMALL_EACH_S = 0.09
 SMALL, LARGE = 40, 1000
-"""Prompt tokens; the decode node has room for 1,600."""
+"""Prompt tokens; the decode node has blocks for 1,600."""
 
 
 def node(role: RoleName, num_blocks: int, step_s: float) -> NodeSpec:

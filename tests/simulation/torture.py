@@ -23,11 +23,11 @@ from tqdm import tqdm
 
 from kvferry.ops.cli.numbers import above_zero, positive
 from tests.simulation.__main__ import say, show_shrunk
-from tests.simulation.draw import draw_plan
+from tests.simulation.draw import draw_schedule
 from tests.simulation.ledger import Failed, Ledger, Tally
 from tests.simulation.profiles import PROFILES
 from tests.simulation.run import Run
-from tests.simulation.trial import attempt, ease_collector, profile_of, try_plan
+from tests.simulation.trial import attempt, ease_collector, profile_of, try_schedule
 
 CHUNK = 10
 """Seeds of one task of a process."""
@@ -42,7 +42,7 @@ def run_seeds(choice: str, first: int, end: int) -> Tally:
     tally, began = Tally(), time.process_time()
     for seed in range(first, end):
         name = profile_of(choice, seed)
-        run = Run(draw_plan(seed, name))
+        run = Run(draw_schedule(seed, name))
         failure = attempt(run)
         if failure is not None:
             tally.failed.append(Failed(seed, name, failure.kind, failure.text))
@@ -122,8 +122,8 @@ def shrink_some(failed: list[Failed], out: Path) -> None:
     """Shrink the first failure of each kind."""
     first_of_kind = {one.kind: one for one in reversed(failed)}
     for one in list(first_of_kind.values())[-MOST_SHRUNK:]:
-        schedule = draw_plan(one.seed, one.profile)
-        failure = try_plan(schedule)
+        schedule = draw_schedule(one.seed, one.profile)
+        failure = try_schedule(schedule)
         if failure is not None:
             say(f"seed {one.seed} ({one.profile}): {failure.text}")
             show_shrunk(schedule, failure, out)

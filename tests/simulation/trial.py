@@ -1,4 +1,4 @@
-"""One schedule tried: what came of it, or how it failed. The one place that catches what a schedule raises."""
+"""Runs one schedule and reports how it failed. The only place that catches exceptions of a schedule."""
 
 import gc
 import re
@@ -16,7 +16,7 @@ from tests.simulation.run import Run
 from tests.simulation.schedule import Schedule
 
 CPU_LIMIT_S = 60
-"""No schedule needs a tenth of this."""
+"""More than ten times the need of any schedule."""
 _KIND_CHARS = 60
 
 
@@ -25,29 +25,29 @@ class Failure:
     """How a schedule failed."""
 
     text: str
-    """Type and message of what was raised."""
+    """Type and message of the exception."""
     at_s: float
-    """Virtual time."""
+    """Virtual time of the failure."""
     where: str
     """The innermost lines of the traceback."""
 
     @property
     def kind(self) -> str:
-        """What stays the same when other requests, hosts and times meet the same defect."""
+        """The text without ids and numbers: the same defect has the same kind for other requests, hosts and times."""
         return re.sub(r"\b[0-9a-f]{6,}\b|[-\d.]*\d", "#", self.text)[:_KIND_CHARS]
 
 
 def profile_of(choice: str, seed: int) -> str:
-    """The profile of a seed: the one that was chosen, or for `each` one of all.
+    """Return the profile of a seed: the chosen one, or for `each` one of all.
 
-    Where there is one more profile it takes its share of the seeds, and all other seeds keep theirs (rendezvous
-    hashing, Thaler and Ravishankar 1998): a schedule that failed once is tried again by the next torture.
+    A new profile takes its share of the seeds and all other seeds keep their profiles (rendezvous hashing, Thaler and
+    Ravishankar 1998), so the next torture repeats a schedule that failed before.
     """
     return max(PROFILES, key=lambda name: sha256(f"{name}:{seed}".encode()).digest()) if choice == "each" else choice
 
 
 def attempt(run: Run) -> Failure | None:
-    """Do it all; None when every invariant held. Whatever a core raises is a finding, and no end is one too."""
+    """Run a schedule; return None when every invariant held. Any exception is a failure, and so is an endless run."""
     try:
         with _cpu_limit():
             run.run()
@@ -58,22 +58,24 @@ def attempt(run: Run) -> Failure | None:
 
 
 def ease_collector() -> None:
-    """For a process that runs many schedules: a world is one big cycle of references, and to look for it every few
-    hundred allocations costs a sixth of all time."""
+    """Collect garbage less often, for a process that runs many schedules.
+
+    A world is one large reference cycle; looking for garbage every few hundred allocations costs a sixth of the time.
+    """
     gc.set_threshold(50_000, 10, 10)
 
 
-def try_plan(schedule: Schedule, check_every: int = 64) -> Failure | None:
-    """Run a schedule without a trace."""
+def try_schedule(schedule: Schedule, check_every: int = 64) -> Failure | None:
+    """Run a schedule without a trace; return its failure, if any."""
     return attempt(Run(schedule, check_every))
 
 
 @contextmanager
 def _cpu_limit() -> Iterator[None]:
-    """Violation in the middle of whatever takes more CPU time than a schedule ever may. Main thread only."""
+    """Raise Violation inside the block when it exceeds CPU_LIMIT_S. Main thread only."""
 
     def stop(_: int, __: FrameType | None) -> None:
-        raise Violation(f"it does not end: {CPU_LIMIT_S} s of CPU time")
+        raise Violation(f"endless run: stopped after {CPU_LIMIT_S} s of CPU time")
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_LIMIT_S)

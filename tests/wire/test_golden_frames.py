@@ -1,4 +1,4 @@
-"""Frames that version 1 has put on the wire. They never change; a new version brings a fixture of its own.
+"""Frames that the present version has put on the wire. They never change; a new version brings a fixture of its own.
 
 To add a golden for a new message type: encode its sample (`samples.py`) once and add the hex to the fixture by hand.
 """
