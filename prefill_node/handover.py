@@ -5,7 +5,8 @@ The job that owns a hand-over hears of it through two callbacks: `on_state` afte
 hand-over's own, and `on_reading` when the transport begins or ends to read the job's blocks. Nothing else has to be
 called after an event.
 
-Protocol rules 4, 20, 21, 23 to 25, 27, 28. Every Reserve is a generation of its own.
+Protocol rules 4, 20, 21, 23 to 25, 27, 28. Every candidate asked gets a generation of its own, which a repeated
+Reserve keeps.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,14 @@ from kvferry.common.protocol.messages import (
     Reserve,
     Revoke,
 )
-from kvferry.prefill_node.handover_table import FINAL, RESERVING, SEND_TABLE, UNCOMMITTED, SendEvent, SendState
+from kvferry.prefill_node.handover_table import (
+    RESERVING,
+    SEND_FAILURE_IGNORED,
+    SEND_TABLE,
+    UNCOMMITTED,
+    SendEvent,
+    SendState,
+)
 from kvferry.prefill_node.piece_stream import PieceStream
 
 Answer = Granted | Queued | Refused | Committed | CommitRefused | Revoke
@@ -276,7 +284,7 @@ class HandoverSender:
         self.last_activity = now
         if self.state is SendState.COMMITTED and key == self.key and self._stream.fail(key):
             return [StopPieces(key)]
-        if key != self.key or self.state in FINAL:
+        if key != self.key or self.state in SEND_FAILURE_IGNORED:
             return []
         return self._fail("lost", now) if self.state is SendState.COMMITTING else self.ask(now)
 

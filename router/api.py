@@ -23,7 +23,7 @@ class GenerateRequest:
     spec: RequestSpec
     timeout_s: float = 600.0
     client_id: str = ""
-    """The client's own id, for logs and stopInfer; never a key."""
+    """The client's own id, for logs; never a key."""
 
 
 @dataclass(frozen=True, slots=True)

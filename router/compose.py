@@ -14,7 +14,7 @@ from kvferry.common.config.schema import ClusterConfig
 from kvferry.common.transport.context import TransportContext
 from kvferry.common.transport.security import load_security
 from kvferry.router.http.app import AppDependencies, create_app
-from kvferry.router.http.metrics import RouterMetrics
+from kvferry.router.http.metrics import metrics_from_environment
 from kvferry.router.http.shell import AsgiShell
 from kvferry.router.service import RouterService, ServiceSettings
 
@@ -55,7 +55,7 @@ def build_app(config: ClusterConfig, *, version: str) -> AsgiShell:
         AppDependencies(
             service=service,
             settings=config.router,
-            metrics=RouterMetrics(CollectorRegistry(), os.environ.get("PROMETHEUS_MULTIPROC_DIR", "")),
+            metrics=metrics_from_environment(os.environ, CollectorRegistry()),
             access_log=logging.getLogger("kvferry.access"),
             logger=log,
             clock=clock,

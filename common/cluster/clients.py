@@ -34,7 +34,8 @@ class Client:
     returned: bool = False
     """It was silent for too long, so that its requests here were freed."""
     lost: frozenset[AttemptKey] = frozenset()
-    """What its first wanted set after that expected here: this node no longer knows whether it had it."""
+    """Attempts that its first heartbeat after the return expected here. Their state was released with the client, so
+    this node cannot know whether it had them."""
 
     def update_wanted(self, heartbeat: Heartbeat, now: float) -> bool:
         """Adopt the wanted set of a heartbeat. Returns False for a heartbeat that came late."""

@@ -8,7 +8,8 @@ from kvferry.common.config.protocol import Timers
 @dataclass(slots=True)
 class SleepDetector:
     """Protocol rule 9. Of the time before a late tick one heartbeat interval counts as silence of the peers, the rest
-    as sleep. Not none of it: a process whose ticks are always late would never notice a silence."""
+    as sleep. If none of it counted, a process whose ticks are always late would never notice a
+    silence."""
 
     timers: Timers
     _last: float | None = None

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.common.base.ids import Incarnation
-from kvferry.common.cluster.links import Link, LinkState, LinkTable
+from kvferry.common.cluster.links import Link, LinkTable
 from kvferry.common.config.protocol import Timers
 from kvferry.common.protocol.messages import Candidate, Job
 from kvferry.common.protocol.model_info import Compatibility, TokenSource
@@ -159,7 +159,6 @@ class Placer:
             link
             for link in self.links.links.values()
             if link.usable
-            and link.state is LinkState.ALIVE
             and link.welcome is not None
             and role in link.welcome.roles
             and (model is None or link.welcome.model.name == model)
